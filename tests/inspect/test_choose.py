@@ -129,8 +129,9 @@ def test_the_strings_have_the_errors_and_the_memory_of_their_own_runs(rng):
     errors = [row.error for row in choice.rows]
     assert errors == sorted(errors, reverse=True)
     assert [*memory] == sorted(memory)
-    assert 0 < choice.rows[0].low < 1  # the products of the distance are in float32
-    assert choice.rows[-1].low == 0
+    first, *_, last = (row.low for row in choice.rows)
+    assert 0 < first < 1  # the products of the distance are in float32
+    assert last == 0
 
 
 def test_a_bound_that_the_policy_holds_needs_no_rule(rng):

@@ -309,6 +309,7 @@ def test_a_nan_of_one_device_is_found(bad):
     x[2 * bad + 1] = -1
     fn = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     found = jmpx.inspect.first_nonfinite(lambda x: [fn(x)])(x)
+    assert found is not None
     assert (found.operation, found.kind) == ("log", "NaN")
     assert found.operands[0].largest == 1 and [trip for trip, _ in found.trips] == [1]
 
@@ -321,4 +322,5 @@ def test_numbers_of_any_width_are_finite_up_to_their_own_largest(dtype, most):
         look = jmpx.inspect.first_nonfinite(lambda x: [jnp.exp(x)])
         assert look(jnp.array([1, most], dtype)) is None
         found = look(jnp.array([1, 1.2 * most], dtype))
+        assert found is not None
         assert (found.operation, found.kind) == ("exp", "inf")

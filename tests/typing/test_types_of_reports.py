@@ -87,7 +87,7 @@ def test_choose(tmp_path: Path) -> None:
     assert_type(found, jmpx.inspect.Choice)
     assert_type(found.policy, str)
     assert_type([row.error for row in found.rows], list[float])
-    assert_type(found.to_dict(), dict[str, object])
+    assert_type(found.to_dict(), dict[str, Any])
     found.plot(tmp_path / "choice.png")
 
 
@@ -98,5 +98,5 @@ def test_compare() -> None:
     assert_type(found, jmpx.inspect.Comparison)
     assert_type(found.check(at_most=0.1), jmpx.inspect.Comparison)
     assert_type([row.error for row in found.rows], list[float])
-    assert_type(found.to_dict(), dict[str, object])
+    assert_type(found.to_dict(), dict[str, Any])
     assert_type(found.to_html(), str)

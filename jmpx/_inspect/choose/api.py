@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.api import plan
 from jmpx._inspect.plan.chips import get_chip
-from jmpx._inspect.plan.report import Planned
+from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.progress import progress
 from jmpx._jaxprs import core
@@ -102,45 +102,75 @@ def choose(
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
         measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, metric or relative)
-
-        def traced(text: str) -> Program:
-            applied = apply_policy(func, text)
-            with warnings.catch_warnings():
-                # The trace under `base` has given each warning; a string that is tried is not the
-                # user's, such as one with `save=products` for a function under `jax.checkpoint`.
-                warnings.simplefilter("ignore")
-                return traced_program(applied, batches[0], None, program.is_differentiated)
-
-        def gradient(policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
-            jaxpr = traced(str(policy)).jaxpr
-            shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
-            step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
-            step.__name__ = program.name
-            return step, tuple(shapes)
-
-        errors = _Errors(traced, measured)
+        strings = _Strings(func, batches[0], program, measured)
         with progress("sets of rules tried", None) as done:
             search = lambda: _search(program, runs, base, measured, seed, done)  # noqa: E731
-            _try_strings(errors, search, base, given, error)
-        planned = plan(make_step or gradient, [*errors.found], chip=chip)
+            _try_strings(strings, search, base, given, error)
+        planned = plan(make_step or strings.gradient, [*strings.errors], chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
-        rows = [
-            Tried(row.policy, errors.found[row.policy], _memory(row), _low(row), row.fits)
-            for row in planned.rows
-            if not row.error
-        ]
-        failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         where = chip if chip and any(row.peak for row in planned.rows) else ""
-        title = f"the {what} of {program.name}"
-        notes = (*failed, *(() if where else planned.notes))
-        wide = [row for row in rows if row.policy == _wide(base)]
-        # Rules for all products are float32 in many words. That one beats no string: of small
-        # batches it may need the least memory, as it keeps no copies of parameters in 16 bits.
-        products = any(row.low for row in rows)
-        kept = front([row for row in rows if row not in wide and (row.low or not products)])
-        return Choice(title, error, len(batches), where, (*kept, *wide), notes)
+        failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
+        return Choice(
+            f"the {what} of {program.name}",
+            error,
+            len(batches),
+            where,
+            _rows(planned, strings.errors, _wide(base)),
+            (*failed, *(() if where else planned.notes)),
+        )
 
     return call
+
+
+class _Strings:
+    """Policy strings, and the errors of those that were run as they are written."""
+
+    def __init__(
+        self,
+        func: Callable[..., PyTree],
+        batch: tuple[PyTree, ...],
+        program: Program,
+        runs: Runs,
+    ) -> None:
+        self.func, self.batch, self.program, self.runs = func, batch, program, runs
+        self.errors: dict[str, float] = {}
+
+    def error(self, text: str) -> float:
+        """Returns the root mean square of the error under a policy string, and keeps it."""
+        if text not in self.errors:
+            runs = runs_of(self._traced(text), self.runs.batches, self.runs.measure, False)
+            self.errors[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
+        return self.errors[text]
+
+    def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
+        """Returns the function or its gradient as a step under a policy, and its shapes."""
+        jaxpr = self._traced(str(policy)).jaxpr
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
+        step.__name__ = self.program.name
+        return step, tuple(shapes)
+
+    def _traced(self, text: str) -> Program:
+        applied = apply_policy(self.func, text)
+        with warnings.catch_warnings():
+            # The trace under the policy that was given has given each warning; a string that is
+            # tried is not the user's, such as `save=products` for what is under `jax.checkpoint`.
+            warnings.simplefilter("ignore")
+            return traced_program(applied, self.batch, None, self.program.is_differentiated)
+
+
+def _rows(planned: Plan, errors: Mapping[str, float], wide: str) -> tuple[Tried, ...]:
+    """Returns the strings on the front of error against memory, and float32 behind them."""
+    rows = [
+        Tried(row.policy, errors[row.policy], _memory(row), _low(row), row.fits)
+        for row in planned.rows
+        if not row.error
+    ]
+    # Rules for all products are float32 in many words. That one beats no string: of small batches
+    # it may need the least memory, as it keeps no copies of parameters in 16 bits.
+    products = any(row.low for row in rows)
+    kept = [row for row in rows if row.policy != wide and (row.low or not products)]
+    return (*front(kept), *(row for row in rows if row.policy == wide))
 
 
 def _memory(row: Planned) -> int:
@@ -153,21 +183,6 @@ def _low(row: Planned) -> float:
     flops = {each.dtypes: each.flops for each in row.products}
     low = sum(flops[name] for name in flops if "float32" not in name and "float64" not in name)
     return low / sum(flops.values()) if flops else 0.0
-
-
-class _Errors:
-    """The errors of strings, each run as it is written, once."""
-
-    def __init__(self, traced: Callable[[str], Program], runs: Runs) -> None:
-        self.traced, self.runs = traced, runs
-        self.found: dict[str, float] = {}
-
-    def of(self, text: str) -> float:
-        """Returns the root mean square of the error under a policy string."""
-        if text not in self.found:
-            runs = runs_of(self.traced(text), self.runs.batches, self.runs.measure, False)
-            self.found[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
-        return self.found[text]
 
 
 def _search(
@@ -188,7 +203,7 @@ def _search(
 
 
 def _try_strings(
-    errors: _Errors,
+    strings: _Strings,
     new_search: Callable[[], Search],
     base: PolicyMap,
     given: str,
@@ -196,31 +211,31 @@ def _try_strings(
 ) -> None:
     """Measures float32, the string without a rule, with a few, and with all that are needed."""
     wide = _wide(base)
-    if errors.of(wide) > bound:
+    if strings.error(wide) > bound:
         raise ValueError(
             f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
-            f"by {errors.of(wide):.1e}: give a larger one."
+            f"by {strings.error(wide):.1e}: give a larger one."
         )
     written = given
-    if errors.of(given) > bound:
-        written = _searched(errors, new_search(), base, given, bound)
-    if errors.of(written) <= bound and base.way == "operations" and base.save is None:
+    if strings.error(given) > bound:
+        written = _searched(strings, new_search(), base, given, bound)
+    if strings.error(written) <= bound and base.way == "operations" and base.save is None:
         default, *rules = written.split(";", 1)
-        errors.of(";".join([f"{default},save=products", *rules]))
+        strings.error(";".join([f"{default},save=products", *rules]))
 
 
-def _searched(errors: _Errors, search: Search, base: PolicyMap, given: str, bound: float) -> str:
+def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
     """Measures strings with some rules and with all that a bound needs; returns the last one."""
     selectors = search.selectors(search.find(bound))
     for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
-        errors.of(_with_rules(given, selectors[:count], "full"))
+        strings.error(_with_rules(given, selectors[:count], "full"))
     written = _with_rules(given, selectors, "full")
-    if errors.of(written) > bound:  # The policy is worse than its mask.
-        selectors = search.selectors(search.find(bound * bound / errors.of(written)))
+    if strings.error(written) > bound:  # The policy is worse than its mask.
+        selectors = search.selectors(search.find(bound * bound / strings.error(written)))
         written = _with_rules(given, selectors, "full")
-    if errors.of(written) > bound and base.way == "modules":
+    if strings.error(written) > bound and base.way == "modules":
         written = _with_rules(given, selectors, "c=f32,o=f32")
-    errors.of(written)
+    strings.error(written)
     return written
 
 
