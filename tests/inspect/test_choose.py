@@ -10,6 +10,7 @@ import pytest
 import jmpx
 from jmpx._inspect.blame.api import blamed_runs, nodes_of
 from jmpx._inspect.blame.shares import shares
+from jmpx._inspect.choose import api
 from jmpx._inspect.choose.islands import find_islands
 from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
@@ -125,3 +126,21 @@ def test_of_two_parts_that_hold_the_bound_the_one_with_fewer_products_is_chosen(
     bound = 1.001 * search.error([shift])
     assert search.error([mlp]) < search.error([shift]) < 0.98 * search.error([])
     assert search.find(bound) == (shift,)
+
+
+def test_rules_that_are_worse_than_their_masks_are_not_given_up(monkeypatch):
+    loss_fn, batches = model_of(0)
+    search = searched(loss_fn, batches)
+    bound = search.error(search.find(search.error([]) / 3)) / 0.98
+    assert 0.97 * bound < search.error(search.find(bound)) < 0.985 * bound
+    measured = api._Errors.of
+
+    def worse(self, text):
+        if text not in self.found and ": full" in text:
+            self.found[text] = 1.03 * measured(self, text)
+        return measured(self, text)
+
+    monkeypatch.setattr(api._Errors, "of", worse)
+    choice = jmpx.inspect.choose(loss_fn, POLICY, error=bound)(*batches)
+    assert choice.policy.startswith(POLICY)
+    assert choice.chosen.error <= bound

@@ -25,6 +25,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 
 _SETS = 4  # strings from no rule to all: with float32, and what follows them, at most eight
+_AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
 
 
 def choose(
@@ -188,8 +189,11 @@ def _try_strings(
     for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
         errors.of(_with_rules(given, selectors[:count], "full"))
     written = _with_rules(given, selectors, "full")
-    if errors.of(written) > bound >= search.error(chosen):  # The policy is worse than its mask.
-        chosen = search.find(bound * bound / errors.of(written))
+    for _ in range(_AGAIN):
+        if not errors.of(written) > bound >= search.error(chosen):
+            break
+        # The policy is worse than its mask: a set is looked for that leaves room for as much.
+        chosen = search.find(bound * search.error(chosen) / errors.of(written))
         selectors = [search.islands[number].selector for number in chosen]
         written = _with_rules(given, selectors, "full")
     if errors.of(written) > bound and base.way == "modules":
