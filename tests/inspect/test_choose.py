@@ -15,6 +15,7 @@ from helpers.planted_layer import FRAMEWORKS, planted
 import jmpx
 from jmpx.__main__ import main
 from jmpx._inspect.blame.api import blamed_runs, nodes_of
+from jmpx._inspect.choose import api
 from jmpx._inspect.choose.api import _search
 from jmpx._inspect.choose.islands import Sites, pattern
 from jmpx._inspect.choose.report import Choice, Tried, front
@@ -94,6 +95,25 @@ def test_as_few_islands_as_brute_force(seed):
         found = search.find(bound)
         assert search.error(found) <= bound
         assert len(found) == min(len(s) for s, error in errors.items() if error <= bound)
+
+
+def test_rules_that_are_worse_than_their_masks_are_not_given_up(monkeypatch):
+    loss_fn, batches = model_of(0)
+    search = searched(loss_fn, batches)
+    bound = search.error(search.find(search.error([]) / 3)) / 0.98
+    assert 0.97 * bound < search.error(search.find(bound)) < 0.985 * bound
+    measured = api._Strings.error
+
+    def worse(self, text):
+        if text not in self.errors and ": full" in text:
+            self.errors[text] = 1.03 * measured(self, text)
+        return measured(self, text)
+
+    monkeypatch.setattr(api._Strings, "error", worse)
+    choice = jmpx.inspect.choose(loss_fn, POLICY, error=bound)(*batches)
+    assert choice.policy.startswith(POLICY)
+    assert choice.chosen
+    assert choice.chosen.error <= bound
 
 
 def loss_of_scopes(w, x):

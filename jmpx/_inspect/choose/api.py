@@ -25,6 +25,7 @@ from jmpx._jaxprs import core
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 
+_AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
 _SETS = 4  # strings from no rule to all: with float32, and what follows them, at most eight
 
 
@@ -226,12 +227,17 @@ def _try_strings(
 
 def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
     """Measures strings with some rules and with all that a bound needs; returns the last one."""
-    selectors = search.selectors(search.find(bound))
+    chosen = search.find(bound)
+    selectors = search.selectors(chosen)
     for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
         strings.error(_with_rules(given, selectors[:count], "full"))
     written = _with_rules(given, selectors, "full")
-    if strings.error(written) > bound:  # The policy is worse than its mask.
-        selectors = search.selectors(search.find(bound * bound / strings.error(written)))
+    for _ in range(_AGAIN):
+        if not strings.error(written) > bound >= search.error(chosen):
+            break
+        # The policy is worse than its mask: a set is looked for that leaves room for as much.
+        chosen = search.find(bound * search.error(chosen) / strings.error(written))
+        selectors = search.selectors(chosen)
         written = _with_rules(given, selectors, "full")
     if strings.error(written) > bound and base.way == "modules":
         written = _with_rules(given, selectors, "c=f32,o=f32")
