@@ -100,7 +100,7 @@ def test_as_few_islands_as_brute_force(seed):
 def test_rules_that_are_worse_than_their_masks_are_not_given_up(monkeypatch):
     loss_fn, batches = model_of(0)
     search = searched(loss_fn, batches)
-    bound = search.error(search.find(search.error([]) / 3)) / 0.98
+    bound = search.error(search.find(search.error([]) / 2)) / 0.98
     assert 0.97 * bound < search.error(search.find(bound)) < 0.985 * bound
     measured = api._Strings.error
 
