@@ -84,7 +84,7 @@ def choose(
         >>> batches = [tuple(jax.random.normal(key, (2, 16, 16))) for key in keys]
         >>> choice = jmpx.inspect.choose(loss_fn, error=0.01)(*batches)
         >>> choice.policy
-        'by=operations,c=bf16; */distance: full'
+        'by=operations,c=bf16,save=products; */distance: full'
     """
     base = get_policy_map(policy)
     check_kind(of)
