@@ -134,3 +134,10 @@ def planted(framework, layer, policy, rows=2):
     x = jnp.ones((rows, WIDTH))
     loss, model = _MAKERS[framework](layer, x, policy)
     return loss, (model, x)
+
+
+def drawn_model(model, rng):
+    """A model, or its parameters, with normal numbers in place of its arrays or their shapes."""
+    is_array = lambda leaf: hasattr(leaf, "shape")  # noqa: E731
+    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)  # noqa: E731
+    return jax.tree.map(lambda leaf: draw(leaf) if is_array(leaf) else leaf, model)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.planted_layer import FRAMEWORKS, planted
+from helpers.planted_layer import FRAMEWORKS, drawn_model, planted
 
 import jmpx
 from jmpx._inspect.blame.api import blamed_runs, group_names
@@ -183,14 +183,7 @@ PLANTS = [cancelled, by_moments, near_one, added_up, squares]
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_layer_ranks_first(rng, framework, dtype, plant):
     loss, (model, x) = planted(framework, plant, f"c={dtype},o={dtype}", rows=8)
-    model = jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-            if hasattr(leaf, "shape")
-            else leaf
-        ),
-        model,
-    )
+    model = drawn_model(model, rng)
     batches = [(model, jnp.asarray(rng.normal(size=x.shape), jnp.float32)) for _ in range(BATCHES)]
     program, runs = blamed_runs(loss, None, batches)
     names = np.array(group_names(Graph(program), runs.points, "modules"))

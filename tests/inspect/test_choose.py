@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import enable_x64
-from helpers.planted_layer import FRAMEWORKS, planted
+from helpers.planted_layer import FRAMEWORKS, drawn_model, planted
 
 import jmpx
 from jmpx.__main__ import main
@@ -221,14 +221,7 @@ def a_larger_step(policy):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_planted_layer_of_a_model_is_the_island(rng, framework, way):
     loss, (model, x) = planted(framework, lambda x: (x + 100) - 100, None, rows=8)
-    model = jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-            if hasattr(leaf, "shape")
-            else leaf
-        ),
-        model,
-    )
+    model = drawn_model(model, rng)
     batches = [(model, jnp.asarray(rng.normal(size=x.shape), jnp.float32)) for _ in range(4)]
     policy = f"by={way},c=bf16"
     before = jmpx.inspect.blame(loss, policy)(*batches).error
