@@ -36,11 +36,11 @@ def blame(
     """Tells which roundings make the error of a function, as shares of its square.
 
     The function runs as it is written, each result of 16 bits rounded (see `jmpx.inspect.emulate`),
-    and in float32, on the same inputs. How much of the difference a rounding makes is, to first
-    order, its own error times the cotangent that reaches it: one backward pass tells of them all.
-    Of a scan, a line counts in all turns together. Where roundings are not independent, as in a
-    running sum of one number, or where there is no derivative, a group is measured by two runs: it
-    alone rounds, and it alone does not.
+    and in float32, on the same inputs; in float64, if JAX's 64-bit types are enabled. How much of
+    the difference a rounding makes is, to first order, its own error times the cotangent that
+    reaches it: one backward pass tells of them all. A line counts in all turns of a scan together.
+    Where roundings are not independent, as in a running sum of one number, or there is no
+    derivative, a group is measured by two runs: it alone rounds, and it alone does not.
 
     Args:
         func: a loss, which is differentiated in its first argument: its gradients have the error
