@@ -76,6 +76,7 @@ def drawn(rng, model=None):
     return [(params, *xy) if model is None else (params, xy[0]) for xy in data]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [POLICY, "by=operations,c=f16,o=f16"])
 @pytest.mark.parametrize("is_loss", [True, False])
 @pytest.mark.parametrize("model", MODELS)
@@ -177,7 +178,7 @@ def squares(x):
 PLANTS = [cancelled, by_moments, near_one, added_up, squares]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("plant", PLANTS)

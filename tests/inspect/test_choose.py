@@ -217,6 +217,7 @@ def a_larger_step(policy):
     return jax.value_and_grad(loss_fn), (jax.ShapeDtypeStruct((64, 64), "float32"),)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["modules", "operations"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_planted_layer_of_a_model_is_the_island(rng, framework, way):
