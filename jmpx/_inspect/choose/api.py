@@ -197,8 +197,10 @@ def _search(
     graph = Graph(program)
     sites = Sites(graph, nodes_of(graph, runs.points), base)
     islands = sites.islands()
-    found = shares(runs, [island.own for island in islands], seed, done)
-    parts = dict(zip(islands, found.parts, strict=True))
+    others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
+    # With what no rule is for, the shares add up, and need not be measured one by one.
+    found = shares(runs, [*(island.own for island in islands), others], seed, done)
+    parts = dict(zip(islands, found.parts, strict=False))
     kept = worthwhile(islands, found.sites)
     return Search(measured, sites, kept, [float(parts[island]) for island in kept], done)
 

@@ -90,10 +90,7 @@ class Choice(TableReport):
         plot_front(f"Error of {self.title}", dots, self.bound, _what(self), path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
-
-        The keys are names of attributes, the policy of the chosen row, and `"version"`.
-        """
+        """Returns the report as `json.dumps` takes it, with the policy of the chosen row."""
         return {**super().to_dict(), "policy": self.chosen and self.chosen.policy}
 
     def _parts(self) -> Parts:
