@@ -19,7 +19,9 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
     "chapters",
     "docstrings",
     "pages",
@@ -41,7 +43,9 @@ nb_merge_streams = True
 autosummary_generate = False
 autodoc_default_options = {"members": True, "inherited-members": "tuple,Generic,object"}
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say what is accepted, and in which shapes and dtypes
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+viewcode_follow_imported_members = True
 add_module_names = True
 python_maximum_signature_line_length = 80
 napoleon_attr_annotations = False

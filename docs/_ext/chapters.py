@@ -4,26 +4,23 @@ A page that no chapter names is put into one of its own, so that no page is lost
 """
 
 CHAPTERS = {
-    "First steps": ["start", "which_way", "train_step", "notebooks/first_steps", "how_it_works"],
-    "What to write": ["policies", "loss_scaling", "autocast", "casts", "flags"],
-    "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
-    "Look at a program": [
-        "audit",
-        "nonfinite",
-        "errors",
-        "matmul",
-        "roundings",
-        "compare",
-        "blame",
-        "plan",
-        "choose",
-        "collectives",
-        "products",
+    "Get started": ["start", "choosing", "which_way", "train_step", "notebooks/first_steps"],
+    "Guides": ["policies", "loss_scaling", "autocast", "flags", "logging", "casts", "how_it_works"],
+    "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
+    "Models and hardware": [
+        *("language_models", "reinforcement_learning", "recurrent", "odes", "derivatives"),
+        *("recipes", "hardware"),
     ],
-    "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
-    "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2"],
+    "Inspect a program": [
+        *("audit", "nonfinite", "choose", "blame", "plan", "compare", "roundings", "matmul"),
+        *("collectives", "products"),
+    ],
+    "Scale up": ["sharding", "storage", "checkpoints"],
+    "Coming from": [
+        *("coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2", "migrate"),
+    ],
     "More": [],
-    "Reference": ["cost", "reliability", "results", "reference/index"],
+    "Reference": ["reference/index", "results", "errors", "cost", "reliability"],
     "The project": [
         *("project/changelog", "project/contributing", "project/first_runs"),
         *("how_it_is_built", "releasing"),
@@ -40,7 +37,8 @@ def toctrees(names: set[str]) -> str:
     for caption, pages in chapters.items():
         there = [page for page in pages if page in names]
         if there:
-            lines = ["```{toctree}", ":maxdepth: 1", f":caption: {caption}", "", *there, "```"]
+            options = [":hidden:", ":maxdepth: 1", f":caption: {caption}"]
+            lines = ["```{toctree}", *options, "", *there, "```"]
             blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
