@@ -79,7 +79,7 @@ html_theme_options = {
     "navbar_persistent": [],
 }
 # A copied block is the program without its prompts and output.
-copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_text = r">>> ?|\.\.\. ?"
 copybutton_prompt_is_regexp = True
 
 
