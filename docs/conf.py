@@ -61,6 +61,7 @@ html_title = f"jmpx {version}"
 html_static_path = ["_static"]
 html_favicon = "_static/icon.svg"
 html_css_files = ["jmpx.css"]
+html_search_scorer = str(HERE / "_ext" / "scorer.js")
 html_copy_source = False
 html_use_index = False  # the reference lists all names
 html_context = {"default_mode": "auto"}

@@ -16,7 +16,10 @@ from helpers.browser import chromium, find_chromium
 
 pytestmark = pytest.mark.slow
 
-EXTENSIONS = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "matplotlib")
+EXTENSIONS = (
+    *("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design"),
+    "matplotlib",
+)
 DESKTOP, PHONE = 1280, 375  # pixels
 GENERATED = {"search.html"}  # without a text of its own; no page needs to lead to it
 # What attributes load into a page, besides images and scripts; an `a` only leads elsewhere.
@@ -66,8 +69,9 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """The pages of the site by their paths in it."""
-    files = [file for file in site.rglob("*.html") if "_static" not in file.parts]
+    """The pages of the site by their paths in it, without those that show sources."""
+    others = {"_static", "_modules"}
+    files = [file for file in site.rglob("*.html") if not others & set(file.parts)]
     return {str(file.relative_to(site)): Page(file.read_text()) for file in files}
 
 
@@ -129,6 +133,20 @@ def test_names_of_jmpx_lead_to_the_reference(pages):
     assert "jmpx.inspect.audit" in pages["reference/debugging.html"].ids
 
 
+def test_the_reference_shows_types_and_leads_to_the_source(site, pages):
+    sources = {link for link in pages["reference/gradients.html"].links if "_modules/" in link}
+    assert any("optimizer_update" in link for link in sources)
+    text = (site / "reference" / "gradients.html").read_text()
+    assert re.search(r"grads_finite.{0,200}bool", text, re.DOTALL)
+
+
+def test_the_first_page_has_the_contents_once(site):
+    text = (site / "index.html").read_text()
+    assert len(re.findall(r">\s*Loss scaling\s*</a>", text)) == 1
+    cards = re.findall(r'class="sd-card-title[^>]*>\s*([^<]*?)\s*<', text)
+    assert cards == ["Get started", "Choose a policy", "Find a NaN", "Coming from …"]
+
+
 @pytest.fixture(scope="module")
 def server(site):
     """The address of the site, served by this machine."""
@@ -173,11 +191,60 @@ def test_pages_work_in_a_browser(server, browser, pages):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_search_finds_a_name(server, browser):
-    browser.open_page(server + "search.html?q=first_nonfinite")
-    found = 'document.querySelectorAll("#search-results li a").length'
-    browser.wait_for(f"{found} > 0")
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("loss scale", "loss_scaling.html"),
+        ("GradScaler", "loss_scaling.html"),
+        ("autocast", "autocast.html"),
+        ("NaN", "nonfinite.html"),
+        ("first_nonfinite", "nonfinite.html"),
+    ],
+)
+def test_the_search_finds_the_guide_first(server, browser, query, first):
+    browser.open_page(server + "search.html?q=" + urllib.parse.quote(query))
+    found = 'Array.from(document.querySelectorAll("#search-results li a")).map(each => each.href)'
+    # Results come one after the other, in their order.
+    browser.wait_for(f"{found}.length > 0 && !document.querySelector('.search-summary .dots')")
+    assert urllib.parse.urlsplit(browser.evaluate(found)[0]).path == f"/{first}"
     assert browser.complaints() == []
+
+
+def test_a_copied_program_has_no_prompts_and_no_output(server, browser):
+    browser.open_page(server + "start.html")
+    copied = browser.evaluate(
+        """Array.from(document.querySelectorAll("div.highlight-python .copybtn"))
+            .map(button => copyTargetText(button)).join("\\n")"""
+    )
+    assert "import jmpx" in copied and "(True, 'float32'" not in copied
+    assert not re.search(r"^(>>>|\.\.\.)", copied, re.MULTILINE)
+    compile(copied, "start.md", "exec")
+
+
+def test_a_tab_is_remembered_on_the_next_page(server, browser):
+    shown = """Array.from(document.querySelectorAll(".sd-tab-set > input:checked + label"))
+        .map(each => each.textContent.trim())"""
+    browser.open_page(server + "train_step.html")
+    assert set(browser.evaluate(shown)) == {"Haiku"}
+    browser.evaluate("document.querySelector('label[data-sync-id=equinox]').click()")
+    for page in ("train_step.html", "recurrent.html"):
+        browser.open_page(server + page, PHONE)
+        assert set(browser.evaluate(shown)) == {"Equinox"}
+
+
+def test_a_phone_shows_the_string_with_its_rules(server, browser):
+    browser.open_page(server + "index.html", PHONE)
+    right = """(() => {
+        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+        while (walker.nextNode()) {
+            if (walker.currentNode.data.includes("LayerNorm: full")) {
+                const range = document.createRange();
+                range.selectNodeContents(walker.currentNode);
+                return range.getBoundingClientRect().right;
+            }
+        }
+    })()"""
+    assert 0 < browser.evaluate(right) < PHONE - 20
 
 
 def test_the_theme_can_be_dark(server, browser):
