@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 import jmpx
 
 PAGE = (ROOT / "docs" / "flags.md").read_text()
-FILES = re.compile(r"`([\w/]+\.(?:py|yaml))`[^`\n]*:?\n\n```(?:python|yaml)\n(.*?)^```$", re.M | re.S)
+FILES = re.compile(
+    r"`([\w/]+\.(?:py|yaml))`[^`\n]*:?\n\n```(?:python|yaml)\n(.*?)^```$", re.M | re.S
+)
 COMMANDS = re.findall(r"^python ((?:hydra_)?main\.py.*)$", PAGE, re.M)
 PRINTED = [line for line in COMMANDS if re.search(r"# (arguments|modules|operations) ", line)]
 HYDRA = [line.partition(" # ")[0] for line in COMMANDS if line.startswith("hydra_main.py")]
@@ -72,7 +74,8 @@ def test_the_program_for_hydra_reads_its_configuration(group, first, monkeypatch
     def main(version_base, config_path, config_name):
         return lambda f: lambda: f(load(config_path, config_name, group))
 
-    monkeypatch.setitem(sys.modules, "hydra", types.SimpleNamespace(main=main))  # a small part of it
+    hydra = types.SimpleNamespace(main=main)  # a small part of it
+    monkeypatch.setitem(sys.modules, "hydra", hydra)
     runpy.run_path("hydra_main.py", run_name="__main__")
     expected = map(jmpx.get_mixed_precision, (first, "c=bf16,o=f32; LayerNorm: full"))
     assert capsys.readouterr().out.splitlines() == [str(mp) for mp in expected]

@@ -1,6 +1,6 @@
 """Draws docs/images/loss_scales.png, for a light and a dark page: the run of docs/logging.md.
 
-    python docs/_figures/loss_scales.py
+    python benchmarks/loss_scales.py
 
 The second run is the same one, whose parameters become NaN at step 300.
 """
@@ -17,7 +17,7 @@ import jmpx
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-IMAGES = Path(__file__).parents[1] / "images"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 STEPS, BROKEN = 600, 300
 optimizer = jmpx.skip_nonfinite(optax.adam(0.1))
 
