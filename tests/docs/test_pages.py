@@ -91,6 +91,6 @@ def test_the_migration_tool_prints_what_its_page_shows(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.py").write_text(files("migrate.md")["step"])
     assert jmpx.__main__.main(["migrate", "step.py"]) == 0
-    (shown,) = blocks("migrate.md", "text")
+    (shown,) = blocks("migrate.md", "diff")
     printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert printed == shown
