@@ -10,6 +10,7 @@ REPORTS = {
     "audit.md": ["found"],
     "blame.md": ["report", "better.diff(report)"],
     "choose.md": ["choice"],
+    "compare.md": ["report"],
     "plan.md": ["report"],
 }
 PAGES = {name: (ROOT / "docs" / name).read_text() for name in REPORTS}
