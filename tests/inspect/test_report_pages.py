@@ -12,6 +12,7 @@ REPORTS = {
     "choose.md": ["choice"],
     "compare.md": ["report"],
     "plan.md": ["report"],
+    "products.md": ["report"],
 }
 PAGES = {name: (ROOT / "docs" / name).read_text() for name in REPORTS}
 
