@@ -5,7 +5,7 @@ const GUIDES = new Set([
 ]);
 
 var Scorer = {
-  objNameMatch: 11,
+  objNameMatch: 37, // a name that is typed in full: above text of guides, below their titles
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
@@ -13,8 +13,9 @@ var Scorer = {
   partialTitle: 7,
   term: 5,
   partialTerm: 2,
-  score: ([page, , , , score]) => {
+  score: ([page, , , , score, , kind]) => {
     if (GUIDES.has(page)) return score + 30;
+    if (kind === "object") return score;
     return /^(reference|project|_modules)\//.test(page) ? score - 10 : score;
   },
 };

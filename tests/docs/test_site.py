@@ -198,10 +198,11 @@ def test_pages_work_in_a_browser(server, browser, pages):
         ("GradScaler", "loss_scaling.html"),
         ("autocast", "autocast.html"),
         ("NaN", "nonfinite.html"),
-        ("jmpx.inspect.first_nonfinite", "reference/debugging.html"),
+        ("first_nonfinite", "reference/debugging.html"),
+        ("optimizer_update", "reference/gradients.html"),
     ],
 )
-def test_the_search_finds_the_guide_first(server, browser, query, first):
+def test_the_search_finds_guides_and_names_first(server, browser, query, first):
     browser.open_page(server + "search.html?q=" + urllib.parse.quote(query))
     found = 'Array.from(document.querySelectorAll("#search-results li a")).map(each => each.href)'
     # Results come one after the other, in their order.
