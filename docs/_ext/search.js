@@ -1,8 +1,8 @@
 // How the search orders what it finds, guides first, and which excerpts it shows.
-const GUIDES = new Set([
-  "start", "choosing", "which_way", "train_step", "policies", "loss_scaling", "autocast", "flags",
-  "logging", "casts", "nonfinite", "audit", "choose",
-]);
+const GUIDES = [ // of two that fit as well, the first
+  "policies", "loss_scaling", "autocast", "nonfinite", "start", "choosing", "which_way", "train_step",
+  "flags", "logging", "audit", "choose", "casts",
+];
 
 var Scorer = {
   objNameMatch: 37, // a name that is typed in full: above text of guides, below their titles
@@ -14,8 +14,8 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
   score: ([page, , , , score, , kind]) => {
-    if (GUIDES.has(page)) return score + 30;
-    if (kind === "object") return score;
+    if (GUIDES.includes(page)) return score + 30 - GUIDES.indexOf(page) / 100;
+    if (kind === "object") return page === "reference/mpx" ? score - 1 : score;
     return /^(reference|project|_modules)\//.test(page) ? score - 10 : score;
   },
 };
