@@ -13,8 +13,13 @@ var Scorer = {
   partialTitle: 7,
   term: 5,
   partialTerm: 2,
-  score: ([page, , , , score, , kind]) => {
-    if (GUIDES.includes(page)) return score + 30 - GUIDES.indexOf(page) / 100;
+  score: ([page, title, anchor, , score, , kind]) => {
+    if (GUIDES.includes(page)) {
+      const query = new URLSearchParams(location.search).get("q").toLowerCase();
+      const begins = query.split(/\W+/).map(word => word.slice(0, 4)); // scale, scaling, scaler
+      const isTitled = !anchor && begins.every(each => title.toLowerCase().includes(each));
+      return score + (isTitled ? 40 : 30) - GUIDES.indexOf(page) / 100;
+    }
     if (kind === "object") return page === "reference/mpx" ? score - 1 : score;
     return /^(reference|project|_modules)\//.test(page) ? score - 10 : score;
   },
