@@ -11,7 +11,7 @@ REPORTS = {
     "blame.md": ["report", "better.diff(report)"],
     "choose.md": ["choice"],
     "compare.md": ["report"],
-    "plan.md": ["report"],
+    "plan.md": ["jmpx.inspect.plan(make_step, policies)"],
     "products.md": ["report"],
 }
 PAGES = {name: (ROOT / "docs" / name).read_text() for name in REPORTS}
