@@ -25,11 +25,14 @@ GRADIENT_ARGUMENTS = {
 }
 
 
-def message(module: str, name: str) -> str | None:
-    """Returns the error for a name that a module does not have, if it is known elsewhere."""
-    if name.startswith("_"):
-        return None
+def instead_of(name: str) -> str | None:
+    """Returns what to write instead of `jmpx.name`, None if the name is not known elsewhere."""
     rooms = (importlib.import_module(f"jmpx{room}") for room in ROOMS)
     places = (f"{room.__name__}.{name}" for room in rooms if name in room.__all__)
-    instead = RENAMED.get(name) or next(places, None)
+    return RENAMED.get(name) or next(places, None)
+
+
+def message(module: str, name: str) -> str | None:
+    """Returns the error for a name that a module does not have, if it is known elsewhere."""
+    instead = None if name.startswith("_") else instead_of(name)
     return instead and f"module {module!r} has no attribute {name!r}: write {instead} instead."

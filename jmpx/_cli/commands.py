@@ -83,6 +83,14 @@ def choose(given: argparse.Namespace) -> int:
     return 0 if found.chosen else 1
 
 
+def migrate(given: argparse.Namespace) -> int:
+    """Prints the edits that take a program to jmpx, and makes them if asked to."""
+    from jmpx._migrate.files import migrate_files
+
+    print(*migrate_files(given.files, given.write), sep="\n")
+    return 0
+
+
 def _losses(target: str, made: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns the loss, its batches, and the function that makes a train step or None."""
     if type(made) is tuple and len(made) in (2, 3) and callable(made[0]):

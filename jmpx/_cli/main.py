@@ -6,6 +6,7 @@
     python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx choose pkg.module:make --error 0.01 --chip v5e
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
+    python -m jmpx migrate train.py models/ --write
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
 scale. Under which policy each module of a model ran, `audit` tells.
@@ -99,6 +100,14 @@ _COMMANDS = {
             "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100 or a100"},
             "--plot": {"metavar": "PATH", "help": "draw the errors against the memory"},
             "--json": _JSON,
+        },
+    ),
+    "migrate": _Command(
+        "the edits from JMP, MPX, jmpx 0.2, Flax's DynamicScale or hk.mixed_precision, as a diff",
+        commands.migrate,
+        {
+            "files": {"metavar": "FILES", "nargs": "+", "help": "Python files and folders"},
+            "--write": {"action": "store_true", "help": "also make the edits"},
         },
     ),
     "doctor": _Command(

@@ -95,7 +95,7 @@ def define_mp_flags(
     With the prefix `mp` they are `--mp_policy`, a policy or a policy map; `--mp_loss_scale`, such
     as `dynamic,init=2**15`, or in its place, as in JMP's examples, `--mp_scale_type` and
     `--mp_scale_value`; `--mp_skip_nonfinite`; and `--mp_max_skips`, after how many skips in a row
-    `check_progress` raises, 0 for never. The page "Flags and the command line" explains them.
+    `check_progress` raises, 0 for never. The page "Flags and configuration files" explains them.
 
     The environment variables `JMPX_POLICY` and `JMPX_LOSS_SCALE` set the defaults of `--mp_policy`
     and `--mp_loss_scale`, for any prefix, when this function runs; they take precedence over

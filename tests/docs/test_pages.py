@@ -84,3 +84,13 @@ def test_a_command_prints_what_the_page_shows(name, arguments, code, capsys):
 
 def test_each_text_of_the_page_is_that_of_a_command():
     assert len(blocks("flags.md", "text")) == 4
+
+
+def test_the_migration_tool_prints_what_its_page_shows(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("libcst", reason="libcst is in the migrate extra")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text(files("migrate.md")["step"])
+    assert jmpx.__main__.main(["migrate", "step.py"]) == 0
+    (shown,) = blocks("migrate.md", "diff")
+    printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
+    assert printed == shown

@@ -1,0 +1,335 @@
+"""`python -m jmpx migrate`: programs of other libraries, before and after; both give the same."""
+
+import builtins
+import operator
+import os
+import stat
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jmpx
+import jmpx.mpx
+from jmpx.__main__ import main
+
+libcst = pytest.importorskip("libcst", reason="libcst is in the migrate extra")
+
+from jmpx._migrate.edits import COMMENT, migrate_source  # noqa: E402
+from jmpx._migrate.moves import GONE, GRADIENT, new_name  # noqa: E402
+
+JMP = """
+    DynamicLossScale LossScale NoOpLossScale Policy StaticLossScale all_finite cast_to_full
+    cast_to_half get_policy half_dtype select_tree
+""".split()  # all of JMP 0.0.4's names
+# What is rewritten: the library, its program, the program afterwards.
+EDITS = {
+    "jmp": (
+        """
+        import jmp  # as ever
+        policy = jmp.get_policy("c=bf16")
+        scale = getattr(jmp, f"{kind}LossScale")
+        def f(jmp, x):
+            return jmp.get_policy(x), x.jmp, g(jmp=jmp)
+        """,
+        """
+        import jmpx  # as ever
+        policy = jmpx.get_policy("c=bf16")
+        scale = getattr(jmpx, f"{kind}LossScale")
+        def f(jmp, x):
+            return jmp.get_policy(x), x.jmp, g(jmp=jmp)
+        """,
+    ),
+    "jmp under another name": (
+        "import jmp as j\nj.half_dtype()\n",
+        "import jmpx as j\nj.half_dtype()\n",
+    ),
+    "names of jmp": (
+        "from jmp import Policy, all_finite as finite\nPolicy(), finite(x)\n",
+        "from jmpx import Policy, all_finite as finite\nPolicy(), finite(x)\n",
+    ),
+    "mpx": (
+        "import mpx\nmpx.filter_grad(f, scaling)\n",
+        "import jmpx.mpx as mpx\nmpx.filter_grad(f, scaling)\n",
+    ),
+    "names of mpx": (
+        "from mpx import cast_tree\n",
+        "from jmpx.mpx import cast_tree\n",
+    ),
+    "hk.mixed_precision": (
+        "import haiku as hk\nhk.mixed_precision.set_policy(hk.Linear, p)\n",
+        "import haiku as hk\nimport jmpx\n\njmpx.set_policy(hk.Linear, p)\n",
+    ),
+    "mixed_precision": (
+        "import jmp\nfrom haiku import mixed_precision as mp\nwith mp.push_policy(A, p): pass\n",
+        "import jmpx\nwith jmpx.push_policy(A, p): pass\n",
+    ),
+    "0.2": (
+        "import jmpx\njmpx.audit(f), jmpx.wire(s), jmpx.get_policy(p)\n",
+        "import jmpx\njmpx.inspect.audit(f), jmpx.inspect.collectives(s), jmpx.get_policy(p)\n",
+    ),
+    "names of 0.2": (
+        "from jmpx import Wire, ema, get_policy\n",
+        "from jmpx.inspect import Collectives as Wire\nfrom jmpx.optim import ema\n"
+        "from jmpx import get_policy\n",
+    ),
+    "arguments of 0.2": (
+        """
+        import jmpx as m
+        m.filter_grad(f, s, axis_name="data", policy=p, sharded=mask)
+        m.filter_value_and_grad(
+            f, s, microbatches=8, batch_argnums=(1, 2), uncast_argnums=1
+        )
+        """,
+        """
+        import jmpx as m
+        m.filter_grad(f, s, policy=p, over=m.Over("data", sharded=mask))
+        m.filter_value_and_grad(
+            f, s, batch=m.Batch(microbatches=8, argnums=(1, 2)), uncast=1
+        )
+        """,
+    ),
+    "DynamicScale": (
+        """
+        from flax.training import dynamic_scale as lib
+        scale: lib.DynamicScale = lib.DynamicScale(growth_interval=10, minimum_scale=1.0)
+        def step(state):
+            dynamic_scale = state.dynamic_scale
+            if dynamic_scale:
+                grad_fn = dynamic_scale.value_and_grad(
+                    loss_fn, has_aux=True, axis_name="batch"
+                )
+                dynamic_scale, finite, aux, grads = grad_fn(state.params)
+            return dynamic_scale.scale
+        """,
+        """
+        import jmpx
+
+        scale: jmpx.DynamicLossScale = jmpx.DynamicLossScale(2.0**16, period=10, min_loss_scale=1.0)
+        def step(state):
+            dynamic_scale = state.dynamic_scale
+            if dynamic_scale:
+                grad_fn = jmpx.filter_value_and_grad(
+                    loss_fn, dynamic_scale, has_aux=True, over=jmpx.Over("batch"), policy="full"
+                )
+                aux, dynamic_scale, finite, grads = grad_fn(state.params)
+            return dynamic_scale.loss_scale
+        """,
+    ),
+    "DynamicScale in one line": (
+        """
+        from flax.training.dynamic_scale import DynamicScale
+        dynamic_scale = DynamicScale(scale=8.0)
+        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(f)(params)
+        """,
+        """
+        from jmpx import DynamicLossScale as DynamicScale
+        import jmpx
+
+        dynamic_scale = DynamicScale(loss_scale=8.0)
+        loss, dynamic_scale, finite, grads = jmpx.filter_value_and_grad(f, dynamic_scale, policy="full")(params)
+        """,  # noqa: E501
+    ),
+}
+# What is left as it is: the program, and what the comment above its last line says.
+LEFT = {
+    "gone from 0.2": ("import jmpx\njmpx.loss_scale_from(x)\n", "write jmpx.get_loss_scale with"),
+    "never there": ("import jmpx\njmpx.nothing\n", "jmpx has no nothing"),
+    "two ways to leave uncast": (
+        "import jmpx\njmpx.filter_grad(f, s, uncast_argnums=1, uncast_argnames='y')\n",
+        "write uncast=",
+    ),
+    "positional DynamicScale": (
+        "import flax.training.dynamic_scale as d\nx = f(dynamic_scale.value_and_grad(g))\n",
+        "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad",
+    ),
+    "argnums": (
+        "dynamic_scale, ok, v, g = dynamic_scale.value_and_grad(f, argnums=1)(x)\n",
+        "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad",
+    ),
+    "star": ("from jmp import *\n", "import the names"),
+    "another mpx": (
+        "import mpx.utils\nimport mpx\n",
+        None,
+    ),
+    "perhaps MPX": (
+        "from x import y\nimport mpx; mpx.scaled(f), mpx.solve(g)\n",
+        "is this the library with mpx.scaled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_and_no_second_one(name):
+    before, after = map(textwrap.dedent, EDITS[name])
+    migrated = migrate_source(before)
+    assert migrated.text == after
+    assert migrated.edits > 0 and migrated.marks == ()
+    again = migrate_source(after)
+    assert (again.text, again.edits) == (after, 0)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
+    before, words = LEFT[name]
+    migrated = migrate_source(before)
+    lines = before.splitlines(keepends=True)
+    if words is None:
+        assert migrated.text == before and migrated.marks == ()
+        return
+    ((line, comment),) = migrated.marks
+    assert line == len(lines) and comment.startswith(words)
+    assert migrated.text == "".join([*lines[:-1], f"{COMMENT}{comment}\n", lines[-1]])
+    assert migrate_source(migrated.text) == migrated
+
+
+@pytest.mark.parametrize(("function", "argument"), GONE)
+def test_each_argument_that_is_gone_is_marked(function, argument):
+    (_, words) = migrate_source(f"import jmpx\njmpx.{function}(f, {argument}=1)\n").marks[0]
+    assert words == GONE[function, argument]
+
+
+@pytest.mark.parametrize("argument", GRADIENT)
+def test_each_argument_of_gradients_is_one_of_today(argument):
+    given = {"batch_sharding": "P('data')", "sharded": "False, axis_name='data'"}.get(argument, "1")
+    migrated = migrate_source(f"import jmpx\ng = jmpx.filter_grad(f, s, {argument}={given})\n")
+    assert migrated.edits == 1 and migrated.marks == ()
+    namespace = {"f": lambda x: x, "s": jmpx.NoOpLossScale(), "P": PartitionSpec}
+    exec(migrated.text, namespace)  # the arguments are accepted
+    assert callable(namespace["g"])
+
+
+def test_every_new_name_is_there():
+    for name in (*(f"jmp.{name}" for name in JMP), *(f"mpx.{name}" for name in jmpx.mpx.__all__)):
+        new = new_name(name)
+        assert new is not None and operator.attrgetter(new.removeprefix("jmpx."))(jmpx) is not None
+
+
+# The same program before and after, in the library that it was written for and in jmpx.
+
+JMP_STEP = """
+import jmp, jax, jax.numpy as jnp
+policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+def loss_fn(params, loss_scale, x, y):
+    params, x = policy.cast_to_compute((params, x))
+    loss = jnp.mean((policy.cast_to_output(jnp.tanh(x @ params)) - y) ** 2)
+    return loss_scale.scale(loss)
+def step(params, loss_scale, x, y):
+    grads = policy.cast_to_param(jax.grad(loss_fn)(params, loss_scale, x, y))
+    grads = loss_scale.unscale(grads)
+    finite = jmp.all_finite(grads)
+    return jmp.select_tree(finite, params - grads, params), loss_scale.adjust(finite)
+def run(params, x, y):
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**20), period=2)
+    for _ in range(8):
+        params, loss_scale = step(params, loss_scale, x, y)
+    return params, loss_scale.loss_scale
+"""
+FLAX_STEP = """
+from flax.training.dynamic_scale import DynamicScale
+import jax, jax.numpy as jnp
+def run(params, x, y):
+    def loss_fn(params):
+        h = jnp.tanh(x.astype(jnp.float16) @ params.astype(jnp.float16))
+        return jnp.mean((h.astype(jnp.float32) - y) ** 2)
+    dynamic_scale = DynamicScale(scale=2.0**20)
+    for _ in range(8):
+        grad_fn = dynamic_scale.value_and_grad(loss_fn)
+        dynamic_scale, finite, loss, grads = grad_fn(params)
+        params = jnp.where(finite, params - grads, params)
+    return params, dynamic_scale.scale
+"""
+MPX_STEP = """
+import mpx, jax, jax.numpy as jnp
+def run(params, x, y):
+    def loss_fn(params, x):
+        return jnp.mean((jnp.tanh(x @ params).astype(jnp.float32) - y) ** 2)
+    scaling = mpx.DynamicLossScaling(jnp.float32(2.0**14), jnp.float32(1.0))
+    for _ in range(8):
+        scaling, finite, grads = mpx.filter_grad(loss_fn, scaling)(params, x)
+        params = mpx.select_tree(finite, params - grads, params)
+    return params, scaling.loss_scaling
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "program"), [("jmp", JMP_STEP), ("flax", FLAX_STEP), ("mpx", MPX_STEP)]
+)
+@pytest.mark.filterwarnings("ignore")  # those of the other libraries
+def test_a_migrated_step_gives_the_same_bits(library, program, standard_promotion):
+    pytest.importorskip(library, reason=f"{library} is in the bench extra")
+    after = migrate_source(program)
+    assert after.marks == () and after.edits
+    x, w = jax.random.normal(jax.random.key(0), (16, 4)), jnp.array([[0.5], [-1.0], [2.0], [0.1]])
+    results = []
+    for text in program, after.text:
+        namespace = {}
+        exec(text, namespace)
+        results.append(namespace["run"](jnp.zeros((4, 1)), x, jnp.tanh(x @ w)))
+    for old, new in zip(*results, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert float(results[0][1]) < 2.0**20 and jnp.any(results[0][0] != 0)
+
+
+# The command
+
+
+def lines_of(capsys, *arguments):
+    code = main(["migrate", *map(str, arguments)])
+    return code, capsys.readouterr()
+
+
+def test_it_shows_a_diff_and_writes_nothing_unless_told(tmp_path, capsys):
+    program = tmp_path / "train.py"
+    program.write_text("import jmp\npolicy = jmp.get_policy('bf16')\nx = 1\n")
+    program.chmod(0o755)
+    code, printed = lines_of(capsys, tmp_path)
+    assert code == 0 and printed.out.endswith(
+        "1 file, 2 edits, 0 left to do; nothing written (--write writes)\n"
+    )
+    assert f"--- {program}\n" in printed.out and "\n-import jmp\n" in printed.out
+    assert program.read_text().startswith("import jmp\n")
+    code, printed = lines_of(capsys, program, "--write")
+    assert code == 0 and "2 edits, 0 left to do; 1 written" in printed.out
+    assert program.read_text() == "import jmpx\npolicy = jmpx.get_policy('bf16')\nx = 1\n"
+    assert stat.S_IMODE(program.stat().st_mode) == 0o755
+    assert os.listdir(tmp_path) == ["train.py"]
+    code, printed = lines_of(capsys, program)
+    assert printed.out == "1 file, 0 edits, 0 left to do; nothing written (--write writes)\n"
+
+
+def test_it_keeps_line_ends_and_leaves_what_it_cannot_read(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes(b"import jmp\r\nx = jmp.half_dtype()\r\n")
+    (tmp_path / "b.py").write_bytes(b"import jmp\n  x = (\n")
+    (tmp_path / "c.py").write_bytes(b"s = 'jmp \xff'\n")
+    code, printed = lines_of(capsys, tmp_path, "--write")
+    assert code == 0 and "b.py:1: left as it is, no Python: " in printed.out
+    assert (tmp_path / "a.py").read_bytes() == b"import jmpx\r\nx = jmpx.half_dtype()\r\n"
+    assert (tmp_path / "b.py").read_bytes() == b"import jmp\n  x = (\n"
+    assert (tmp_path / "c.py").read_bytes() == b"s = 'jmp \xff'\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("gone.py", "Cannot find"), ("notes.ipynb", "Cannot migrate the notebook")],
+)
+def test_a_wrong_file_is_one_line(tmp_path, capsys, name, words):
+    code, printed = lines_of(capsys, tmp_path / name)
+    assert code == 2 and printed.err.startswith(words) and printed.out == ""
+
+
+def test_without_libcst_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.py").write_text("import jmp\n")
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("libcst"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    code, printed = lines_of(capsys, tmp_path)
+    assert code == 2 and printed.err == "migrate needs libcst: pip install 'jmpx[migrate]'.\n"
