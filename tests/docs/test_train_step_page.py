@@ -1,26 +1,47 @@
-"""The page of the train step in four frameworks, which differs in their own lines alone."""
+"""The page of the train step in every framework, which differs in their own lines alone."""
 
 import re
 
+import pytest
 from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "train_step.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-STEPS = [block for block in BLOCKS if block.startswith(">>> def loss_fn") and "state_" not in block]
+TABS = re.findall(
+    r"^:::\{tab-item\} (.*?)\n:sync: \w+\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
+PROGRAMS = [block for _, block in TABS if "state_argnum" not in block][:5]
 OWN = {"@jax.jit": "@jit", "@eqx.filter_jit": "@jit", "@nnx.jit": "@jit", "model": "params"}
+STEP = re.compile(r"^>>> (@[\w.]+\n\.\.\. def train_step.*?)^>>>$", re.MULTILINE | re.DOTALL)
+
+
+def steps():
+    """Returns the train step of each program."""
+    found = [STEP.findall(block) for block in PROGRAMS]
+    assert all(len(each) == 1 for each in found)
+    return [step for (step,) in found]
+
+
+def test_each_framework_has_a_whole_program():
+    labels = ["Haiku", "Linen", "NNX", "Equinox", "Plain JAX"]
+    assert [label for label, _ in TABS] == labels * 2
+    for block in PROGRAMS:
+        lines = [line[4:] for line in block.splitlines() if line[:3] in (">>>", "...")]
+        assert lines[0].startswith(("import ", "from ")) and "import jmpx" in lines
+        compile("\n".join(lines), "train.py", "exec")
 
 
 def test_a_step_has_at_most_twelve_lines_and_one_text_in_all_frameworks():
-    steps = []
-    for block in STEPS:
-        lines = block.strip().splitlines()
-        assert len(lines) <= 12
-        for own, common in OWN.items():
-            block = re.sub(rf"(?<!\w){own}\b", common, block)
-        steps.append(block.strip().splitlines()[2:])  # without the loss, which calls the model
-    assert len(steps) == 4 and all(step == steps[0] for step in steps)
+    common = []
+    for step in steps():
+        for own, name in OWN.items():
+            step = re.sub(rf"(?<!\w){own}\b", name, step)
+        assert len(step.splitlines()) <= 12
+        common.append(step)
+    assert len(common) == 5 and len(set(common)) == 1
 
 
-def test_nobody_needs_a_context_a_view_or_a_second_policy():
-    for word in ("with ", "policies(", "with_policies", '"full"', "autocast("):
-        assert not any(word in block for block in STEPS)
+@pytest.mark.parametrize("word", ["with ", "policies(", "with_policies", '"full"', "autocast("])
+def test_nobody_needs_a_context_a_view_or_a_second_policy(word):
+    losses = re.findall(r"^>>> def loss_fn.*?^>>>$", "".join(PROGRAMS), re.MULTILINE | re.DOTALL)
+    assert len(losses) == 5
+    assert not any(word in text for text in (*steps(), *losses))
