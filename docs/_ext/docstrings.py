@@ -75,8 +75,9 @@ def skip(app, what, name, obj, would_skip, options):
 
 
 def hide_private_fields(app, what, name, obj, options, signature, return_annotation):
-    """Shows no signature of a class that another function makes, of fields of its own."""
-    if what == "class" and signature and signature.startswith("(_"):
+    """Shows no signature of a class that another function makes, such as a report."""
+    is_made = name.startswith("jmpx.inspect.") or (signature or "").startswith("(_")
+    if what == "class" and is_made:
         return "", None
     return None
 
