@@ -3,7 +3,9 @@
 Signatures show the names of unions, such as `PolicyLike`, which `docs/reference/types.md` explains.
 """
 
+import functools
 import re
+from pathlib import Path
 
 import jax
 from sphinx.pycode import ModuleAnalyzer
@@ -93,6 +95,22 @@ def name_unions(app, what, name, obj, options, signature, return_annotation):
     return signature and _with_names(signature), return_annotation and _with_names(return_annotation)
 
 
+@functools.cache
+def _modules_of_classes() -> dict[str, str]:
+    """Returns the modules that define classes; public classes say their room instead."""
+    root = Path(jmpx.__file__).parent
+    return {
+        name: ".".join(("jmpx", *path.relative_to(root).with_suffix("").parts))
+        for path in root.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    }
+
+
+def source_of_class(app, module, name):
+    """Returns the module whose source has a class, None for other objects."""
+    return _modules_of_classes().get(name.partition(".")[0])
+
+
 def show_one_signature():
     """Has autodoc show the signature of a function itself, not its overloads for type checkers."""
     analyze = ModuleAnalyzer.analyze
@@ -110,5 +128,6 @@ def setup(app):
     app.connect("autodoc-process-signature", hide_private_fields)
     app.connect("autodoc-process-signature", name_unions)
     app.connect("autodoc-skip-member", skip)
+    app.connect("viewcode-follow-imported", source_of_class)
     app.connect("autodoc-process-docstring", convert, priority=100)  # before Napoleon
     return {"parallel_read_safe": True}
