@@ -3,16 +3,10 @@
     python benchmarks/pictures.py                      # those of committed results, some seconds
     python benchmarks/pictures.py peak_memory layers   # these
     python benchmarks/pictures.py choose               # one that a program draws, in minutes
-    python benchmarks/pictures.py --out=FOLDER         # elsewhere
 
-- peak_memory: train steps on a TPU v5e and on an H100 (`tpu_compile.py`, `gpu_compile.py`).
-- layers: what a float16 train step compiles to over the number of layers (`compiled_step.py`).
-- gpu_steps: memory against estimated time of train steps on an H100 (`gpu_compile.py`).
-- growth: the time to trace over sizes (`growth.py`), with slopes: 1 is linear.
-- storage: three columns of the table of `storage.py`, a dot a seed.
-- blame, choose, haiku_float16, reinforce: what examples and reports of jmpx draw themselves.
-
-Colours and fonts are in `light.mplstyle` and `dark.mplstyle`.
+blame, choose, haiku_float16 and reinforce are what reports of jmpx and examples draw themselves; the
+others are made of the lines in `results/`. Each is drawn twice, in the colours and fonts of
+`light.mplstyle` and of `dark.mplstyle`, as NAME.png and NAME-dark.png.
 """
 
 import argparse
@@ -44,15 +38,11 @@ PEAKS = {
     "autocast": ("by=operations,c=bf16", SKY),
     "autocast, save": ("…,save=products", BLUE),
 }
-LINES = {  # the ways of a line, its look, and its label with the height that keeps it apart
-    "instructions": (
-        {"jmp": (ORANGE, "-", "JMP and MPX", 7), "mpx": (RED, ":", "", 0)}
-        | {"handwritten": (INK, "-", "", 0), "jmpx": (BLUE, ":", "jmpx and by hand", 7)}
-    ),
-    "compile_cpu_s": (
-        {"jmp": (ORANGE, "-", "JMP", 3), "mpx": (RED, ":", "MPX", 3)}
-        | {"handwritten": (INK, "-", "", 0), "jmpx": (BLUE, ":", "jmpx and by hand", 7)}
-    ),
+LINES = {  # the look of a way, and the point of its line above which its name stands
+    "jmp": ({"color": ORANGE, "lw": 4, "ms": 6}, "JMP", -1),
+    "mpx": ({"color": RED, "ls": ":", "ms": 3}, "MPX", -2),
+    "handwritten": ({"color": INK, "lw": 4, "ms": 6}, "by hand", -1),
+    "jmpx": ({"color": BLUE, "ls": ":", "ms": 3}, "jmpx", -2),
 }
 COUNTS = {
     "instructions": ("Size of the program", "thousand HLO instructions", 1000),
@@ -62,18 +52,13 @@ TRADES = {  # the look of a way, its label, and where that stands: points to the
     "float32": (GREY, "float32", (-8, -3)),
     "by hand": (INK, "by hand", (8, 7)),
     "autocast": (SKY, "by=operations", (8, -9)),
-    "by hand, marked blocks, all dots": (INK, "", (0, 0)),
+    "by hand, marked blocks, all dots": (INK, "by hand, jax.checkpoint", (-30, -16)),
     "autocast, save attention": (GREEN, "…,save=products+attention", (8, 1)),
     "by hand, marked blocks": (INK, "", (0, 0)),
     "autocast, save": (BLUE, "…,save=products", (-2, 9)),
 }
-STORED = {
-    "float32": INK,
-    "bfloat16": RED,
-    "bfloat16, stochastic": BLUE,
-    "bfloat16, Kahan": GREY,
-    "split master": GREEN,
-}
+STORED = {"float32": INK, "bfloat16": RED, "bfloat16, stochastic": BLUE}
+STORED |= {"bfloat16, Kahan": GREY, "split master": GREEN}
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
@@ -118,13 +103,12 @@ def layers() -> Any:
     found = [record for record in found if record["dtype"] == "float16"]
     figure, both = panels(1, 2, 3.4)
     for axes, (key, (title, label, unit)) in zip(both, COUNTS.items(), strict=True):
-        for way, (color, style, words, above) in LINES[key].items():
+        for way, (look, words, place) in LINES.items():
             ours = [record for record in found if record["implementation"] == way]
             line = sorted((record["layers"], record[key] / unit) for record in ours)
-            width = {"lw": 4 if style == "-" else 2, "marker": "o", "ms": 6 if style == "-" else 3}
-            axes.plot(*zip(*line, strict=True), color=color, ls=style, **width)
-            at = {"xytext": (-8, above), "textcoords": "offset points", "ha": "right"}
-            axes.annotate(words, line[-1], color=color, weight="bold", **at)
+            axes.plot(*zip(*line, strict=True), marker="o", **look)
+            at = {"xytext": (-7, 6), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(words, line[place], color=look["color"], weight="bold", **at)
         axes.set_xticks(sorted({record["layers"] for record in found}))
         axes.set(xlabel="transformer layers", ylabel=label, title=title, ylim=0, xlim=0)
         axes.grid()
@@ -140,7 +124,9 @@ def gpu_steps() -> Any:
         for way, (color, words, place) in TRADES.items():
             keys = "peak_mib", "estimate_ms"
             point = [lines[way][key] / lines["by hand"][key] for key in keys]
-            axes.plot(*point, marker="o", color=color, fillstyle="full" if words else "none")
+            axes.plot(
+                *point, marker="o", color=color, fillstyle="none" if "blocks" in way else "full"
+            )
             at = {"textcoords": "offset points", "ha": "right" if place[0] == -8 else "left"}
             axes.annotate(words, point, xytext=place, color=color, weight="bold", **at)
         axes.set(title=model, xlabel="peak memory, by hand = 1", xlim=(0.3, 1.85), ylim=(0.9, 2.1))
@@ -163,9 +149,8 @@ def growing() -> Any:
         axes.set_ylim(axes.get_ylim()[0], 30 * axes.get_ylim()[1])  # the legend stands above
         axes.legend(fontsize=8, loc="upper left", title="slope", title_fontsize=8, alignment="left")
     each[-1].axis("off")
-    text = "Slopes are those at the three largest\nsizes, both axes logarithmic: 1 is linear.\n\n"
-    each[-1].text(0, 0.6, f"{text}Dotted lines are not jmpx's.")
-    return finish(figure, "Time to trace a train step", found)
+    title = "Time to trace a train step (dotted: without jmpx; a slope of 1 is linear)"
+    return finish(figure, title, found)
 
 
 def stored() -> Any:

@@ -24,6 +24,7 @@ extensions = [
     "sphinx_design",
     "chapters",
     "docstrings",
+    "figures",
     "pages",
     "public_names",
     "rooms",
