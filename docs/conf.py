@@ -24,6 +24,7 @@ extensions = [
     "sphinx_design",
     "chapters",
     "docstrings",
+    "figures",
     "messages",
     "pages",
     "public_names",
