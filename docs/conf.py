@@ -24,6 +24,8 @@ extensions = [
     "sphinx_design",
     "chapters",
     "docstrings",
+    "figures",
+    "messages",
     "pages",
     "public_names",
     "rooms",

@@ -102,4 +102,4 @@ else:
         | {"equinox": "equinox", "flags": "absl", "flax": "flax", "haiku": "haiku"},
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -20,7 +20,7 @@ CHAPTERS = {
         *("coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2", "migrate"),
     ],
     "More": [],
-    "Reference": ["reference/index", "results", "errors", "cost", "reliability"],
+    "Reference": ["reference/index", "results", "errors", "messages", "cost", "reliability"],
     "The project": [
         *("project/changelog", "project/contributing", "project/first_runs"),
         *("how_it_is_built", "releasing"),

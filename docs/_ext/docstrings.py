@@ -1,11 +1,43 @@
-"""Docstrings as Markdown writes them: `code` in single backticks, and the names of pages."""
+"""Docstrings as Markdown writes them: `code` in single backticks, and the names of pages.
 
+Signatures show the names of unions, such as `PolicyLike`, which `docs/reference/types.md` explains.
+"""
+
+import functools
 import re
+from pathlib import Path
+
+import jax
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.typing import stringify_annotation
+
+import jmpx
+from jmpx._adapters.uncast import UncastLike
+from jmpx._base.dtypes import DTypeLike
+from jmpx._base.trees import AxisName, Flag
+from jmpx._policies.maps import PolicyMapLike
+from jmpx._policies.policy import PolicyLike
+from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._scales.strings import LossScaleLike
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
 _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _CLASS = re.compile(r"<class '([\w.]+)'>")
 _FLAGS = "<absl.flags._flagvalues.FlagValues object>"
+# The unions that signatures show by their names: longer ones first, as they hold the others.
+_UNIONS = {
+    "MixedPrecisionLike": MixedPrecisionLike,
+    "PolicyMapLike": PolicyMapLike,
+    "PolicyLike": PolicyLike,
+    "LossScaleLike": LossScaleLike,
+    "UncastLike": UncastLike,
+    "DTypeLike": DTypeLike,
+    "~jmpx.LossScale": jmpx.LossScale,
+    "ArrayLike": jax.typing.ArrayLike,
+    "Flag": Flag,
+    "AxisName": AxisName,
+}
+_SPELLED = {stringify_annotation(union, "smart"): name for name, union in _UNIONS.items()}
 _PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
 
 
@@ -45,22 +77,57 @@ def skip(app, what, name, obj, would_skip, options):
 
 
 def hide_private_fields(app, what, name, obj, options, signature, return_annotation):
-    """Shows no signature of a class that another function makes, of fields of its own."""
-    if what == "class" and signature and signature.startswith("(_"):
+    """Shows no signature of a class that another function makes, such as a report."""
+    is_made = name.startswith("jmpx.inspect.") or (signature or "").startswith("(_")
+    if what == "class" and is_made:
         return "", None
     return None
 
 
-def name_defaults(app, what, name, obj, options, signature, return_annotation):
-    """Shows defaults by their names. Autodoc cannot read all of them from the source."""
-    named = _CLASS.sub(r"\1", signature or "").replace(_FLAGS, "flags.FLAGS")
-    return (named, return_annotation) if named != (signature or "") else None
+def _with_names(text: str) -> str:
+    for spelled, name in _SPELLED.items():
+        text = text.replace(spelled, name)
+    return _CLASS.sub(r"\1", text).replace(_FLAGS, "flags.FLAGS")
+
+
+def name_unions(app, what, name, obj, options, signature, return_annotation):
+    """Shows unions and defaults by their names. Autodoc cannot read all of them from the source."""
+    return signature and _with_names(signature), return_annotation and _with_names(return_annotation)
+
+
+@functools.cache
+def _modules_of_classes() -> dict[str, str]:
+    """Returns the modules that define classes; public classes say their room instead."""
+    root = Path(jmpx.__file__).parent
+    return {
+        name: ".".join(("jmpx", *path.relative_to(root).with_suffix("").parts))
+        for path in root.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    }
+
+
+def source_of_class(app, module, name):
+    """Returns the module whose source has a class, None for other objects."""
+    return _modules_of_classes().get(name.partition(".")[0])
+
+
+def show_one_signature():
+    """Has autodoc show the signature of a function itself, not its overloads for type checkers."""
+    analyze = ModuleAnalyzer.analyze
+
+    def analyze_without_overloads(self):
+        analyze(self)
+        self.overloads.clear()
+
+    ModuleAnalyzer.analyze = analyze_without_overloads
 
 
 def setup(app):
     """Is called by Sphinx."""
+    show_one_signature()
     app.connect("autodoc-process-signature", hide_private_fields)
-    app.connect("autodoc-process-signature", name_defaults)
+    app.connect("autodoc-process-signature", name_unions)
     app.connect("autodoc-skip-member", skip)
+    app.connect("viewcode-follow-imported", source_of_class)
     app.connect("autodoc-process-docstring", convert, priority=100)  # before Napoleon
     return {"parallel_read_safe": True}
