@@ -148,23 +148,23 @@ def is_exact(eqn: Equation) -> bool:
 def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Function:
     """Makes a function round each result of 16 bits where the program writes it.
 
-    A compiler may leave such roundings out, and XLA does on CPUs, GPUs and TPUs, each in places of
-    its own: `xla_allow_excess_precision=False` forbids it, and does not prevent it everywhere. What
-    a function of 16 bits returns then depends on what is fused, and a measurement on one chip does
-    not say what another one does. Here the rounding is part of the program: of all operations,
-    forward and backward, in loops, branches, jitted functions and those with derivatives of their
-    own, whose rules are kept. The operands of products with a dot algorithm
-    (`matmul=BF16_BF16_F32`, `product=f32`) are rounded, too.
+    XLA leaves out some of these roundings on CPUs, GPUs and TPUs, on each in different places.
+    `xla_allow_excess_precision=False` forbids it, but does not prevent it everywhere. So the
+    results of a 16-bit function depend on what is fused, and a measurement on one chip does not
+    carry over to another. Here the rounding is part of the program, for all operations, forward
+    and backward, in loops, branches, jitted functions and functions with custom derivatives, which
+    keep their rules. The operands of matmuls with a dot algorithm (`matmul=BF16_BF16_F32`,
+    `product=f32`) are rounded, too.
 
-    A result of 16 bits equals that of `jax.disable_jit()` to the bit if no float32 value feeds it
-    that a compiler may compute in another order: a sum, or a product and a sum in one. Else few
-    numbers differ in their last bit, and what reads them by as much. Use it to measure: it is
-    slower than what it emulates.
+    A 16-bit result equals that of `jax.disable_jit()` to the bit, unless it depends on a float32
+    value that a compiler may compute in another order: a sum, or a product and a sum in one. Then
+    a few numbers differ in their last bit, and what reads them by as much. Use it to measure: it
+    is slower than the function that it emulates.
 
     Args:
-        func: a function of pytrees, such as a loss, a train step or the application of a model. It
-            may be differentiated in reverse; forward mode is JAX's error of `jax.custom_vjp`.
-        formats: the dtypes that are rounded, of bfloat16 and float16.
+        func: a function of pytrees, such as a loss, a train step or the `apply` of a model. It can
+            be differentiated in reverse mode; forward mode raises JAX's error of `jax.custom_vjp`.
+        formats: the dtypes to round: bfloat16, float16 or both.
 
     Returns:
         A function with the signature, results and dtypes of `func`. Put `jax.jit` around it.

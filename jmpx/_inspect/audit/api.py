@@ -13,29 +13,29 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
 def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable[..., Audit]:
-    """Tells which operations of a train step run in which dtype, and where precision leaks.
+    """Shows which operations of a train step run in which dtype, and where precision leaks.
 
-    The function is traced, never run: shapes suffice. Modules of Haiku, Equinox, Linen and NNX are
-    known by their paths, other code by `jax.named_scope`. A rule that it proposes has been tried:
-    the function was traced once more with the rule in its policy maps, for at most 12 rules.
+    The function is traced, never run, so you can pass shapes. Modules of Haiku, Equinox, Linen and
+    NNX appear by their paths, other code by `jax.named_scope`. Proposed rules have been tried: the
+    function was traced once more with the rule in its policy maps, for at most 12 rules.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its gradients itself. Any other
-            function is looked at as it is, without a gradient.
-        platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to find also the float32 products that
-            the hardware would multiply in fewer bits; None looks for none of these. Of a
-            `lax.platform_dependent`, the branch of this platform is looked at, with None that of
-            this machine.
+            a tuple that begins with one. Or a step that computes its own gradients. Any other
+            function is audited as it is, without a gradient.
+        platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to also find the float32 matmuls that
+            this hardware would multiply in fewer bits; None skips that check. In a
+            `lax.platform_dependent`, the audit follows the branch of this platform, or with None
+            that of this machine.
 
     Returns:
-        A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
-        `jmpx.inspect.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass,
+        A function that takes the arguments of `fn`, as arrays or `jax.ShapeDtypeStruct`s, and
+        returns a `jmpx.inspect.Audit`: shares of FLOPs by dtype, bytes saved for the backward pass,
         casts, a table of modules, and findings, each with the line of your code and a rule to
-        paste, or what to write there. `report.check(...)` makes it one line of a test.
+        paste, or what to write there. In a test, call `report.check(...)`.
 
     See Also:
-        `jmpx.inspect.ranges` runs the function once, to measure the magnitudes of its values.
+        `jmpx.inspect.ranges` runs the function once and measures the magnitudes of its values.
 
     Raises:
         TypeError: when called, if `fn` is not callable.

@@ -15,9 +15,9 @@ from jmpx._inspect.reports import Report
 
 
 class Audit(AuditData, Report):
-    """What `jmpx.inspect.audit` says of a program.
+    """What `jmpx.inspect.audit` found in a program.
 
-    `print(report)` shows it, so does a notebook, and `report.check` makes a test of it.
+    `print(report)` and notebooks show it, and `report.check` makes it a test.
 
     Attributes:
         title: the name of the function.

@@ -33,19 +33,19 @@ def blame(
     of: str = "gradients",
     seed: int = 0,
 ) -> Callable[..., Blame]:
-    """Tells which roundings make the error of a function, as shares of its square.
+    """Shows which roundings cause the error of a function, as shares of its square.
 
-    The function runs as it is written, each result of 16 bits rounded (see `jmpx.inspect.emulate`),
-    and in float32, on the same inputs; in float64, if JAX's 64-bit types are enabled. How much of
-    the difference a rounding makes is, to first order, its own error times the cotangent that
-    reaches it: one backward pass tells of them all. A line counts in all turns of a scan together.
-    Where roundings are not independent, as in a running sum of one number, or there is no
-    derivative, a group is measured by two runs: it alone rounds, and it alone does not.
+    The function runs as written, with each 16-bit result rounded (see `jmpx.inspect.emulate`),
+    and in float32, on the same inputs; in float64, if JAX's 64-bit types are enabled. To first
+    order, a rounding contributes its own error times the cotangent that reaches it, so one backward
+    pass covers them all. A line counts once for all iterations of a scan. If roundings are not
+    independent, as in a running sum of one number, or if there is no derivative, a group is
+    measured by two runs: one in which only this group rounds, one in which only it does not.
 
     Args:
-        func: a loss, which is differentiated in its first argument: its gradients have the error
-            that trains. Or any other function, such as a model, whose floating results count.
-        policy: a policy string or map, under which `func` runs by `jmpx.apply_policy`; with None it
+        func: a loss, which is differentiated in its first argument: the error of its gradients
+            counts. Or any other function, such as a model, whose floating results count.
+        policy: a policy string or map that `jmpx.apply_policy` applies to `func`; with None it
             runs as it is written.
         by: `"modules"`, `"scopes"` (modules, and `jax.named_scope`s in them) or `"lines"`; None is
             scopes, or lines if there is one scope at most.
@@ -55,7 +55,7 @@ def blame(
 
     Returns:
         A function of batches, each the tuple of the arguments of `func`, that returns a
-        `jmpx.inspect.Blame`. Several batches say more than one: take about 8, small ones. It needs
+        `jmpx.inspect.Blame`. Several batches say more than one: use about 8 small ones. It needs
         the memory of about four gradients in float32.
 
     Raises:

@@ -33,7 +33,7 @@ class Blamed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blame(TableReport):
-    """What `jmpx.inspect.blame` found: which roundings make the error of a function.
+    """What `jmpx.inspect.blame` found: which roundings cause the error of a function.
 
     Attributes:
         title: what is off, and under which policy.

@@ -40,12 +40,12 @@ def choose(
     metric: Measure | None = None,
     seed: int = 0,
 ) -> Callable[..., Choice]:
-    """Finds the policy string with the fewest parts in float32 that holds a bound on the error.
+    """Finds the policy string with the fewest parts in float32 that keeps the error within a bound.
 
     Modules and scopes are ordered by what their roundings cost (see `jmpx.inspect.blame`), then the
-    operations outside of them; sets of them are tried in one compiled program, to which a mask says
-    what rounds. A part is taken if it lowers the error by more than batches differ by chance. At
-    most eight strings are then run as written, and compiled: no number in the report is an
+    operations outside of them. One compiled program, whose mask says what rounds, tries sets of
+    them. A part is taken if it lowers the error by more than batches differ by chance. At most
+    eight strings are then run and compiled as written, so no number in the report is an
     estimate.
 
     Args:
@@ -56,7 +56,7 @@ def choose(
         make_step: as for `jmpx.inspect.plan`: the step whose memory counts. None is the gradient
             of `func` on one of the batches, without an optimizer.
         chip: the chip for whose memory the strings are compiled, as for `jmpx.inspect.plan`; None
-            counts what the trace tells.
+            counts what the trace keeps for the backward pass.
         of: `"gradients"`, or `"results"` for the value of a loss, as for `jmpx.inspect.blame`.
         metric: a function of two lists of arrays, the gradients or results with roundings and those
             of float32, that returns the error: 0 if there is none.
@@ -64,12 +64,12 @@ def choose(
 
     Returns:
         A function of batches, each the tuple of the arguments of `func`, that returns a
-        `jmpx.inspect.Choice`. Take about 8, small ones of one size.
+        `jmpx.inspect.Choice`. Use about 8 small batches of one size.
 
     Raises:
         TypeError: as `jmpx.inspect.blame` and `jmpx.inspect.plan`.
         ValueError: as these; if the error is not positive, or `policy` is applied by arguments,
-            where no rule holds; when called, if float32 itself misses the bound.
+            which has no rules; when called, if float32 itself misses the bound.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -59,9 +59,9 @@ Wire = Collectives  # its name in the pickles of 0.2
 def collectives(step: object) -> Collectives:
     """Returns what a step sends between devices: each collective's dtype, bytes and parameter.
 
-    Nothing runs. A lowered step shows the collectives that the program calls itself, under
-    `jax.shard_map` or `jax.pmap`; a compiled step those of the machine's own program, which XLA's
-    partitioner inserts under `jax.jit` with shardings.
+    It runs nothing. A lowered step has the collectives that the program calls itself, under
+    `jax.shard_map` or `jax.pmap`. A compiled step has those of the machine's own program, which
+    XLA's partitioner inserts under `jax.jit` with shardings.
 
     Args:
         step: the result of `jax.jit(f).lower(...)`, or of its `.compile()`, also of Equinox and

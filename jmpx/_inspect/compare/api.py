@@ -23,18 +23,18 @@ _SUMS_TO_ONE = 1e-3
 def compare(
     reference: Callable[..., PyTree], candidate: Callable[..., PyTree], *, band: float = 0.01
 ) -> Callable[..., Comparison]:
-    """Runs two functions of one model, and tells where and how far their numbers are apart.
+    """Runs two functions of one model, and shows where and how far their numbers differ.
 
-    Such as a full pass and a sampler with a cache, of which reinforcement learning takes the
-    log-probabilities to be the same; a model in float32 and under a policy; or two commits. What
-    leaves each module and each `jax.named_scope` is compared, and what the functions return, as it
-    is written: results of 16 bits are rounded where the program says so, see
+    Compare a full pass with a sampler that has a cache, whose log-probabilities reinforcement
+    learning takes to be the same; a model in float32 with one under a policy; or two commits. The
+    report compares what leaves each module and each `jax.named_scope`, and what the functions
+    return. 16-bit results are rounded where the program says so, see
     `jmpx.inspect.emulate`.
 
-    Outputs of scopes with one path are taken to be the same if they agree in float32: with axes of
-    one left out, in any order of the others, the turns of a scan or of a loop of Python stacked. So
-    a sampler may go through tokens one by one. What agrees with nothing is listed. Numbers that
-    masks put into arrays, such as -1e30, do not count. Of a while loop, outputs are not kept.
+    Outputs of scopes with the same path are a pair if they agree in float32. Axes of size one are
+    ignored, the others may be in any order, and the iterations of a scan or a Python loop are
+    stacked, so a sampler may take tokens one by one. Outputs without a pair are listed. Numbers
+    that masks put into arrays, such as -1e30, do not count, and outputs in a while loop neither.
 
     Args:
         reference: the function whose numbers are taken as right.

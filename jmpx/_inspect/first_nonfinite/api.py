@@ -13,27 +13,27 @@ from jmpx._inspect.running import check_arrays
 
 
 def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:
-    """Finds the operation that makes the first infinity or NaN, and the rule that mends it.
+    """Finds the operation that makes the first infinity or NaN, and the rule that fixes it.
 
-    It runs the function once, equation by equation inside of one compiled program, and looks at
-    each result; then it follows infinities and NaNs from the results back to their origin, through
-    loops, jitted functions and the backward pass. An infinity that goes nowhere is not reported:
-    exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is reported only after the
-    function ran with it in its policy maps and the infinity was gone; at most six are tried. What
-    is compiled is kept for a while, without arrays, for a step that does the same.
+    It runs the function once, equation by equation in one compiled program, and checks each
+    result. Then it follows infinities and NaNs from the results back to their origin, through
+    loops, jitted functions and the backward pass. An infinity that reaches no result is not
+    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is reported only
+    if the infinity is gone when the function runs with it; at most six are tried. Compiled
+    programs are kept for a while, without arrays, for a step that does the same.
 
-    `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects; this
+    `jax_debug_nans` stops at each overflow, even at those that a dynamic loss scale expects. This
     replays a step that was skipped: see `docs/nonfinite.md`.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its gradients itself: gradients
+            a tuple that begins with one. Or a step that computes its own gradients: gradients
             that it checks, as `jmpx.all_finite` does, count as results. Any other function runs as
-            it is. It prints nothing, and the modules among its arguments stay as they are.
+            it is. Nothing is printed, and the modules among its arguments stay as they are.
 
     Returns:
         A function of the arguments of `fn` that returns a `jmpx.inspect.FirstNonfinite`, which
-        prints as the operation, its line, module, operands and remedy; or None if all results are
+        prints the operation, its line, module, operands and fix; or None if all results are
         finite.
 
     Raises:

@@ -63,7 +63,7 @@ def numbers_of(array: Array) -> Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class FirstNonfinite:
-    """The first infinity or NaN of a program that reaches its results.
+    """The first infinity or NaN that reaches the results of a program.
 
     Attributes:
         kind: `"inf"` or `"NaN"`.
@@ -75,15 +75,15 @@ class FirstNonfinite:
         scope: the path of the module, and the named scopes in it.
         policy: the policy that held in the module; empty if jmpx ran none.
         is_backward: whether it is in the backward pass.
-        trips: for each loop around it, the outermost first, the trip in which it was made, from 0
-            in the order in which trips run, and the line of the loop.
+        trips: for each loop around it, the outermost first, the iteration in which it was made,
+            counted from 0 in the order in which they run, and the line of the loop.
         operands: the numbers that the operation read.
         results: the numbers that it made.
         loss_scale: the loss scale of the run; None without one among the arguments. If lowering it
             to its floor does not help, the run is one at the floor.
         is_at_floor: whether the scale is at its floor.
-        cause: why it is not finite, and the remedy.
-        rule: the text to paste: a rule of a policy map, or a loss scale; empty if none mends it.
+        cause: why it is not finite, and how to fix it.
+        rule: the text to paste: a rule of a policy map, or a loss scale; empty if none fixes it.
 
     Example:
         >>> import jax.numpy as jnp

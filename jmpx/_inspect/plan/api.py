@@ -31,29 +31,29 @@ def plan(
     *,
     chip: str | None = None,
 ) -> Plan:
-    """Tells what a train step costs under each policy, before a chip is rented.
+    """Predicts what a train step costs under each policy, before you rent a chip.
 
-    Each step is traced, which tells its FLOPs by dtype and the bytes that it keeps for the backward
-    pass. For a chip, the chip's own compiler, which needs no chip, says in a process of its own how
-    much memory the step needs, which bytes it touches, and what chips send to each other. Answers
-    are kept as files in `jmpx/plan` of the user's cache, so that no program is compiled twice.
+    Each step is traced, which gives its FLOPs by dtype and the bytes that it keeps for the backward
+    pass. For a chip, the chip's own compiler, which runs without the chip in a separate process,
+    gives the memory that the step needs, the bytes that it touches, and what chips send to each
+    other. Answers are kept in `jmpx/plan` of the user's cache, so no program is compiled twice.
 
     Args:
         make_step: a function of a policy that returns a step and the tuple of its arguments. The
-            step may be jitted: what it donates and its shardings count. The arguments hold
-            `jax.ShapeDtypeStruct`s, as `jax.eval_shape` makes them, in place of arrays; shardings
-            of theirs, of any mesh, such as a `jax.sharding.AbstractMesh`, say how many chips.
-        policies: policy strings or maps. Each is handed to `make_step` as it was given.
+            step may be jitted: its donated arguments and its shardings count. The arguments hold
+            `jax.ShapeDtypeStruct`s, as `jax.eval_shape` makes them, instead of arrays. Their
+            shardings, of any mesh, such as a `jax.sharding.AbstractMesh`, say how many chips.
+        policies: policy strings or maps. Each is passed to `make_step` as it is.
         chip: `"v5e"`, `"v5p"` or `"v6e"` (TPUs, by `pip install 'jmpx[tpu]'`), `"h100"` or `"a100"`
-            (GPUs, by `'jmpx[cuda]'`). None, or a chip without its compiler, gives the counts of the
-            trace alone.
+            (GPUs, by `'jmpx[cuda]'`). None, or a chip without its compiler, gives only the counts
+            of the trace.
 
     Returns:
-        A `jmpx.inspect.Plan` with a row for each policy. One that cannot be traced or compiled, or
-        does not fit, is a row that says so.
+        A `jmpx.inspect.Plan` with a row for each policy. If a policy cannot be traced or compiled,
+        or does not fit, its row says so.
 
     See Also:
-        `jmpx.inspect.blame` tells what a policy costs in accuracy.
+        `jmpx.inspect.blame` shows what a policy costs in accuracy.
 
     Raises:
         TypeError: if `make_step` is not callable or returns something else, or a policy is none.

@@ -39,8 +39,8 @@ class Plan(TableReport):
 
     Attributes:
         step: the name of the step.
-        chip: the name of the chip; None for the counts of the trace alone.
-        memory: the bytes that a program may take on the chip.
+        chip: the name of the chip; None if there are only the counts of the trace.
+        memory: the bytes that a program may use on the chip.
         compiler: the versions of JAX and of the compiler.
         rows: one for each policy, in the order in which they were given.
         notes: limits of these numbers, in sentences.

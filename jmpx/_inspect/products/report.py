@@ -18,7 +18,7 @@ _WIDENED = (
 
 @dataclasses.dataclass(frozen=True)
 class Products(ProgramReport):
-    """Which products a program multiplies in which dtype; `print` shows it as a table.
+    """The matmuls and convolutions of a program, by dtype; `print` shows a table.
 
     Attributes:
         program: the name of the program, such as `jit_step`.
@@ -63,11 +63,11 @@ class Products(ProgramReport):
 
 
 def products(step: object) -> Products:
-    """Returns which products a step multiplies: in which dtypes, by which kernels, how many FLOPs.
+    """Returns the matmuls and convolutions of a step: their dtypes, kernels and FLOPs.
 
-    Nothing runs. A lowered step shows the products that the program asks for, on any platform that
-    it is lowered for; a compiled step those of the machine's own program. What is inside of
-    kernels, of Pallas or of a compiler's own, cannot be read, and a note says how many there are.
+    It runs nothing. A lowered step has what the program asks for, on the platform that it is
+    lowered for. A compiled step has what the machine's own program multiplies. The inside of
+    Pallas kernels and of a compiler's own cannot be read; a note says how many there are.
 
     Args:
         step: the result of `jax.jit(f).lower(...)`, or of its `.compile()`, also of Equinox and
@@ -77,7 +77,7 @@ def products(step: object) -> Products:
         The products, with notes on their limits.
 
     See Also:
-        `jmpx.inspect.audit` takes a function, and says which line to change.
+        `jmpx.inspect.audit` takes a function and names the line to change.
 
     Raises:
         TypeError: if `step` is something else, such as a function that is not lowered.

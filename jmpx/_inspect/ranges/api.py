@@ -14,25 +14,25 @@ from jmpx._inspect.running import check_arrays
 
 
 def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
-    """Runs a train step once in float32, and tells how large and how small its numbers are.
+    """Runs a train step once in float32, and shows how large and how small its numbers are.
 
-    What was traced in 16 or 8 bits runs in float32, too: casts of the function itself, of its
-    policies and of autocast have no effect. The numbers that each operation computes are counted by
-    exponent, also inside of loops, for each module or `jax.named_scope`, activations and gradients
-    apart. So the losses in float16, bfloat16 and the 8-bit formats are known for any loss scale,
-    exactly. Operations that only move numbers, such as reshapes, count nothing, nor does a single
+    Even what was traced in 16 or 8 bits runs in float32: casts in the function, in its policies
+    and in autocast have no effect. The numbers that each operation computes are counted by
+    exponent, also in loops, for each module or `jax.named_scope`, activations and gradients apart.
+    So the report has exactly what float16, bfloat16 and the 8-bit formats would lose, for any loss
+    scale. Operations that only move numbers, such as reshapes, do not count, nor does a single
     number outside of modules and scopes, such as the loss. What `jax.checkpoint` computes again
     counts as activations, both times; all else in a backward pass counts as gradients, even where a
     `jax.custom_vjp` computes activations again.
 
     A program is compiled once with its counts, also for later calls of a step that does the same. A
-    large one runs operation by operation, and its loops are compiled with their counts, in each
+    large program runs operation by operation, and its loops are compiled with their counts, in each
     call.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its gradients itself; if it scales
-            its loss, gradients are seen as it scales them. Any other function runs as it is.
+            a tuple that begins with one. Or a step that computes its own gradients; if it scales
+            its loss, its gradients count as scaled. Any other function runs as it is.
 
     Returns:
         A function of the arguments of `fn`, which are arrays, that returns a `jmpx.inspect.Ranges`.
