@@ -1,7 +1,6 @@
 """Measures how the time to trace grows with layers, leaves, rules and devices.
 
     python benchmarks/growth.py --again --only layers 96    # all ways at one size
-    python benchmarks/pictures.py                           # the picture
 
 A line has the processor milliseconds of one way at one size, the least of some turns. Nothing is
 compiled. The sizes are those of

@@ -1,7 +1,6 @@
 """Trains a small language model in several precisions and compares their validation losses.
 
     python benchmarks/language_model.py                 # the runs that are missing
-    python benchmarks/report.py                         # the table of them
 
 All runs take some 20 minutes of one CPU core. The text is what `help("if")` and its like print,
 `pydoc_data.topics`: half a million characters of English that come with Python. They differ between

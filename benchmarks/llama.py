@@ -4,7 +4,6 @@
     python benchmarks/llama.py                         # 1B on 64 chips, what has no line yet
     python benchmarks/llama.py --again --only 1B autocast    # one row, in a minute of a core
     python benchmarks/llama.py --only 8B               # 8B on 256 chips
-    python benchmarks/report.py                        # the tables
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU, a head of its own; the layers are
 scanned, and the backward pass computes each again (`jax.checkpoint`); 2,048 tokens a chip; Adam.

@@ -1,17 +1,18 @@
-"""Draws the pictures of the README and of the manual.
+"""Draws the pictures of the README and of the manual, for light and for dark pages.
 
-    python benchmarks/pictures.py                      # all of them, where the pages look for them
-    python benchmarks/pictures.py FOLDER               # elsewhere
+    python benchmarks/pictures.py                      # those of committed results, some seconds
+    python benchmarks/pictures.py peak_memory layers   # these
+    python benchmarks/pictures.py choose               # one that a program draws, in minutes
 
-- layers.png: what a float16 train step compiles to over the number of layers (`compiled_step.py`).
-- peak_memory.png: that of train steps on a TPU v5e over the batch size (`tpu_compile.py`).
-- gpu_steps.png: memory against estimated time of train steps on an H100 (`gpu_compile.py`).
-- growth.png: the time to trace over sizes (`growth.py`), with slopes: 1 is linear.
-- storage.png: three columns of the table of `storage.py`, a dot a seed.
-
-Equal lines lie in each other: the earlier one is wider.
+blame, choose, haiku_float16 and reinforce are what reports of jmpx and examples draw themselves; the
+others are made of the lines in `results/`. Each is drawn twice, in the colours and fonts of
+`light.mplstyle` and of `dark.mplstyle`, as NAME.png and NAME-dark.png.
 """
 
+import argparse
+import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,136 +29,134 @@ from records import Record
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-BLACK = {"color": "#000000"}
-STEPS = {
-    "jmp": ("JMP", {"color": "#E69F00", "lw": 5, "marker": "s", "ms": 9}),
-    "mpx": ("MPX", {"color": "#A03C00", "lw": 1.8, "marker": "v", "ms": 6}),
-    "handwritten": ("by hand, where", {"color": "#000000", "lw": 5, "marker": "o", "ms": 9}),
-    "jmpx_where": ("jmpx, where", {"color": "#56B4E9", "lw": 1.8, "marker": "^", "ms": 6}),
-    "jmpx": ("jmpx, cond (default)", {"color": "#0072B2", "lw": 1.8, "ls": "--", "marker": "P"}),
+FOLDER = Path(__file__).parent
+IMAGES = FOLDER.parent / "docs" / "images"
+BLUE, RED, GREEN, SKY, ORANGE, _, GREY, INK = (f"C{number}" for number in range(8))
+PEAKS = {
+    "float32": ("float32", GREY),
+    tpu_tables.LOW_SCORES: ("bfloat16 by hand", INK),
+    "autocast": ("by=operations,c=bf16", SKY),
+    "autocast, save": ("…,save=products", BLUE),
+}
+LINES = {  # the look of a way, and the point of its line above which its name stands
+    "jmp": ({"color": ORANGE, "lw": 4, "ms": 6}, "JMP", -1),
+    "mpx": ({"color": RED, "ls": ":", "ms": 3}, "MPX", -2),
+    "handwritten": ({"color": INK, "lw": 4, "ms": 6}, "by hand", -1),
+    "jmpx": ({"color": BLUE, "ls": ":", "ms": 3}, "jmpx", -2),
 }
 COUNTS = {
-    "instructions": ("Optimized HLO (thousand instructions)", 1000),
-    "compile_cpu_s": ("Compile time (CPU seconds)", 1),
+    "instructions": ("Size of the program", "thousand HLO instructions", 1000),
+    "compile_cpu_s": ("Time to compile", "CPU seconds", 1),
 }
-WAYS = {
-    "float32": ("float32", {"color": "#7F7F7F", "lw": 1.6, "marker": "o"}),
-    "by hand": ("bfloat16 by hand", {"color": "#000000", "lw": 5, "marker": "s", "ms": 10}),
-    "JMP": ("JMP", {"color": "#E69F00", "lw": 3, "marker": "s", "ms": 7}),
-    "MPX": ("MPX", {"color": "#D55E00", "lw": 1.6, "marker": "v"}),
-    "autocast": ("jmpx.autocast", {"color": "#56B4E9", "lw": 1.6, "marker": "^"}),
-    "autocast, save": ('autocast, save="products"', {"color": "#0072B2", "lw": 2.4, "marker": "D"}),
+TRADES = {  # the look of a way, its label, and where that stands: points to the right and above
+    "float32": (GREY, "float32", (-8, -3)),
+    "by hand": (INK, "by hand", (8, 7)),
+    "autocast": (SKY, "by=operations", (8, -9)),
+    "by hand, marked blocks, all dots": (INK, "by hand, jax.checkpoint", (-30, -16)),
+    "autocast, save attention": (GREEN, "…,save=products+attention", (8, 1)),
+    "by hand, marked blocks": (INK, "", (0, 0)),
+    "autocast, save": (BLUE, "…,save=products", (-2, 9)),
 }
-MODELS = {
-    "vit": "ViT, width 768, 6 layers",
-    "language_model": "Language model, 6 layers, 512 tokens",
-    "resnet": "Haiku's ResNet-50",
-}
-GPU_WAYS = {
-    "float32": WAYS["float32"],
-    "by hand": WAYS["by hand"],
-    "autocast": WAYS["autocast"],
-    "by hand, marked blocks": ("blocks marked: dots_with_no_batch_dims", BLACK | {"marker": "<"}),
-    "by hand, marked blocks, all dots": ("blocks marked: dots_saveable", BLACK | {"marker": ">"}),
-    "autocast, save": ("save=products", WAYS["autocast, save"][1]),
-    "autocast, save attention": ("save=products+attention", {"color": "#009E73", "marker": "P"}),
-}
-STORED = {
-    "float32": "#000000",
-    "bfloat16": "#D55E00",
-    "bfloat16, stochastic": "#0072B2",
-    "bfloat16, Kahan": "#999999",
-    "split master": "#009E73",
-}
+STORED = {"float32": INK, "bfloat16": RED, "bfloat16, stochastic": BLUE}
+STORED |= {"bfloat16, Kahan": GREY, "split master": GREEN}
 
 
-def panels(count: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    figure, found = plt.subplots(1, count, figsize=size, layout="constrained", **options)
-    for axes in found:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, found
+def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+    figure, found = plt.subplots(
+        rows, columns, figsize=(7.2, height), layout="constrained", squeeze=False, **options
+    )
+    return figure, found.flatten()
 
 
-def finish(figure: Any, axes: Any, text: str, found: Iterable[Record], ncols: int = 6) -> Any:
-    """Adds the title, and below the lines' names if no axes have them."""
-    figure.suptitle(f"{text}, JAX {', '.join(sorted({records.version_of(r) for r in found}))}")
-    handles, labels = axes.get_legend_handles_labels()
-    if labels and axes.get_legend() is None:
-        figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
+def finish(figure: Any, text: str, found: Iterable[Record]) -> Any:
+    versions = ", ".join(sorted({records.version_of(record) for record in found}))
+    figure.suptitle(f"{text}, JAX {versions}", x=0.01, ha="left")
     return figure
+
+
+def peak_memory() -> Any:
+    tpu, gpu = records.read(tpu_tables.RESULTS), records.read(gpu_tables.RESULTS)
+    gpu = [line for line in gpu if line["benchmark"] == "gpu_compile"]
+    shown = {}
+    for name, ours in {"ViT": tpu_tables.VIT, "Language model": tpu_tables.BYTES}.items():
+        group = gpu_tables.SHOWN["ViT" if name == "ViT" else "language model"]
+        shown[f"{name}, TPU v5e"] = tpu_tables.groups(tpu)[ours]
+        lines = {line["way"]: line for line in gpu if gpu_tables.group(line) == group}
+        shown[f"{name}, H100"] = lines
+    figure, each = panels(2, 2, 4.2, sharex=True, sharey=True)
+    for axes, (title, lines) in zip(each, shown.items(), strict=True):
+        sizes = [lines[way]["peak_mib"] for way in PEAKS]
+        shares = [100 * size / sizes[0] for size in sizes]
+        bars = axes.barh(range(len(PEAKS)), shares, color=[color for _, color in PEAKS.values()])
+        cells = zip(shares, sizes, strict=True)
+        axes.bar_label(bars, [f"{s:.0f} %  {m / 1024:.1f} GiB" for s, m in cells], padding=4)
+        axes.set_yticks(range(len(PEAKS)), [name for name, _ in PEAKS.values()])
+        axes.set(title=title, xlim=(0, 165), xticks=(0, 25, 50, 75, 100))
+    each[0].invert_yaxis()
+    for axes in each[2:]:
+        axes.set_xlabel("peak memory, % of float32")
+    return finish(figure, "Peak memory of a train step with Adam, as compilers plan it", tpu)
 
 
 def layers() -> Any:
     found = [r for r in records.read(records.CPU) if r["benchmark"] == "compiled_step"]
     found = [record for record in found if record["dtype"] == "float16"]
-    figure, both = panels(2, (9, 4.4))
-    for axes, (key, (label, unit)) in zip(both, COUNTS.items(), strict=True):
-        for name, (words, look) in STEPS.items():
-            ours = [record for record in found if record["implementation"] == name]
+    figure, both = panels(1, 2, 3.4)
+    for axes, (key, (title, label, unit)) in zip(both, COUNTS.items(), strict=True):
+        for way, (look, words, place) in LINES.items():
+            ours = [record for record in found if record["implementation"] == way]
             line = sorted((record["layers"], record[key] / unit) for record in ours)
-            axes.plot(*zip(*line, strict=True), label=words, **look)
+            axes.plot(*zip(*line, strict=True), marker="o", **look)
+            at = {"xytext": (-7, 6), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(words, line[place], color=look["color"], weight="bold", **at)
         axes.set_xticks(sorted({record["layers"] for record in found}))
-        axes.set(xlabel="Transformer layers", ylabel=label, ylim=0, xlim=0)
-    return finish(figure, both[0], "A float16 train step, compiled for a CPU", found)
-
-
-def peak_memory() -> Any:
-    found = records.read(tpu_tables.RESULTS)
-    figure, each = panels(len(MODELS), (12, 4.4))
-    for axes, (model, title) in zip(each, MODELS.items(), strict=True):
-        ours = [r for r in found if (r["model"], r["chips"], r["scanned"]) == (model, "one", False)]
-        ours = [r for r in ours if r["layers"] in (6, 50) and r["status"] == "ok"]
-        for way, (words, look) in WAYS.items():
-            line = sorted((r["batch"], r["peak_mib"] / 1024) for r in ours if r["way"] == way)
-            if line:
-                axes.plot(*zip(*line, strict=True), label=words, **look)
-        sizes = sorted({record["batch"] for record in ours})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set(title=title, xlabel="batch size", ylim=0)
-    each[0].set_ylabel("peak memory (GiB)")
-    return finish(figure, each[0], "A train step with Adam, compiled for a TPU v5e", found)
+        axes.set(xlabel="transformer layers", ylabel=label, title=title, ylim=0, xlim=0)
+        axes.grid()
+    return finish(figure, "A float16 train step, compiled for a CPU", found)
 
 
 def gpu_steps() -> Any:
     """Draws the steps of the GPU's table: to the left is less memory, below is less time."""
     found = [r for r in records.read(gpu_tables.RESULTS) if r["benchmark"] == "gpu_compile"]
-    figure, both = panels(len(gpu_tables.SHOWN), (9, 4.6))
+    figure, both = panels(1, 2, 3.6, sharey=True)
     for axes, (model, group) in zip(both, gpu_tables.SHOWN.items(), strict=True):
         lines = {r["way"]: r for r in found if gpu_tables.group(r) == group}
-        for way, (words, look) in GPU_WAYS.items():
+        for way, (color, words, place) in TRADES.items():
             keys = "peak_mib", "estimate_ms"
-            ratios = [lines[way][key] / lines["by hand"][key] for key in keys]
-            axes.plot(*ratios, label=words, linestyle="", **look | {"ms": 8})
-        axes.set(title=model, xlabel="peak memory, over by hand", xlim=0, ylim=0.9)
-    both[0].set_ylabel("XLA's estimate of time, over by hand")
-    return finish(figure, both[0], "A train step in bfloat16, compiled for an H100", found, ncols=3)
+            point = [lines[way][key] / lines["by hand"][key] for key in keys]
+            axes.plot(
+                *point, marker="o", color=color, fillstyle="none" if "blocks" in way else "full"
+            )
+            at = {"textcoords": "offset points", "ha": "right" if place[0] == -8 else "left"}
+            axes.annotate(words, point, xytext=place, color=color, weight="bold", **at)
+        axes.set(title=model, xlabel="peak memory, by hand = 1", xlim=(0.3, 1.85), ylim=(0.9, 2.1))
+        axes.grid()
+    both[0].set_ylabel("estimated time, by hand = 1")
+    return finish(figure, "A bfloat16 train step, compiled for an H100", found)
 
 
 def growing() -> Any:
     found = records.read(growth.RESULTS)
-    figure, each = panels(len(growth.AXES), (20, 4.6))
-    for axes, axis in zip(each, growth.AXES, strict=True):
+    figure, each = panels(3, 2, 8)
+    for axes, axis in zip(each, growth.AXES, strict=False):
         for way in dict.fromkeys(record["way"] for record in found if record["axis"] == axis):
             line = growth.line(found, axis, way)
             look = {"marker": "o", "ms": 3, "ls": ":" if way in growth.OTHERS else "-"}
-            axes.plot(*zip(*line, strict=True), label=f"{way}: {growth.slope(line):.2f}", **look)
-        axes.set(xscale="log", yscale="log", xlabel=axis)
+            axes.plot(*zip(*line, strict=True), label=f"{growth.slope(line):.2f}  {way}", **look)
+        axes.set(xscale="log", yscale="log", xlabel=f"number of {axis}", ylabel="CPU ms")
         axes.minorticks_off()
-        axes.set_ylim(axes.get_ylim()[0], 8 * axes.get_ylim()[1])  # the legend stands above
-        axes.legend(fontsize=8, frameon=False)
-    each[0].set_ylabel("processor milliseconds to trace")
-    title = "Time to trace, and its slope at the three largest sizes (1 is linear)"
-    return finish(figure, each[0], title, found)
+        axes.grid()
+        axes.set_ylim(axes.get_ylim()[0], 30 * axes.get_ylim()[1])  # the legend stands above
+        axes.legend(fontsize=8, loc="upper left", title="slope", title_fontsize=8, alignment="left")
+    each[-1].axis("off")
+    title = "Time to trace a train step (dotted: without jmpx; a slope of 1 is linear)"
+    return finish(figure, title, found)
 
 
 def stored() -> Any:
     """Draws the mean and deviation of what was counted up, and two losses."""
     found, of = records.read(storage.RESULTS), storage.figures
-    figure, (counting, regression, more) = panels(3, (10, 2.7), sharey=True)
+    figure, (counting, regression, more) = panels(1, 3, 2.9, sharey=True)
     for row, (way, color) in enumerate(STORED.items()):
         dots = {"linestyle": "", "marker": "o", "color": color, "alpha": 0.7}
         mean, sd = (of(found, "counting", way, key) for key in ("mean", "sd"))
@@ -167,32 +166,61 @@ def stored() -> Any:
             (more, storage.over_float32(found, way)),
         ):
             axes.plot(losses, [row] * len(losses), **dots)
-    counting.axvline(1 + 1000 * 2.0**-10, color="0.6", linestyle="--", linewidth=1)
-    counting.set(xlabel="1 and 1,000 times $2^{-10}$")
+    counting.axvline(1 + 1000 * 2.0**-10, color=GREY, linestyle="--", linewidth=1)
+    counting.set(title="1 + 1,000 × 2⁻¹⁰", xlabel="sum (exact: dashed)")
     counting.set_yticks(range(len(STORED)), list(STORED))
     counting.invert_yaxis()
-    regression.set(xscale="log", xlabel="regression, SGD: loss")
+    regression.set(xscale="log", title="Regression, SGD", xlabel="loss")
     more.set_xscale("symlog", linthresh=1e-3, linscale=0.4)
-    more.set_xticks([0, 1e-3, 1e-2, 1e-1])
-    more.set(xlim=(-3e-3, 1), xlabel="language model: loss over float32's")
-    return finish(figure, counting, "How parameters are stored: CPU", found)
+    more.set_xticks([0, 1e-2, 1e-1])
+    more.set(xlim=(-3e-3, 1), title="Language model", xlabel="loss over float32's, nats")
+    for axes in (counting, regression, more):
+        axes.grid()
+    return finish(figure, "What storing parameters in 16 bits loses", found)
 
 
-PICTURES = {
-    records.RESULTS / "layers.png": layers,
+DRAWN = {
     records.RESULTS / "peak_memory.png": peak_memory,
+    records.RESULTS / "layers.png": layers,
     records.RESULTS / "gpu_steps.png": gpu_steps,
     records.RESULTS / "growth.png": growing,
-    records.RESULTS.parents[1] / "docs" / "storage.png": stored,
+    IMAGES / "storage.png": stored,
+}
+VIT = "examples/equinox/train_vit.py:make_losses"
+BLAME = "import sys, jmpx; from jmpx._cli.targets import load; loss, batches, _ = load('{}', [])\n"
+BLAME += "report = jmpx.inspect.blame(loss, 'by=operations,c=bf16')(*batches)\n"
+BLAME += "report.plot(sys.argv[1].removeprefix('--plot='))"
+RUNS = {  # commands of the repository that take --plot=FILE
+    IMAGES / "blame.png": ["-c", BLAME.format(VIT)],
+    IMAGES / "choose.png": shlex.split(f"-m jmpx choose {VIT} --error 0.004 --chip v5e"),
+    IMAGES / "haiku_float16.png": shlex.split(
+        "examples/haiku/train.py --mp_policy=16-mixed --mp_loss_scale=dynamic,init=2**24,period=50"
+    ),
+    IMAGES / "reinforce.png": ["examples/equinox/reinforce.py"],
 }
 
 
-def main(arguments: list[str]) -> None:
-    for path, draw in PICTURES.items():
-        figure = draw()
-        figure.savefig(Path(*arguments, path.name) if arguments else path, dpi=150)
-        plt.close(figure)
+def main(arguments: list[str] | None = None) -> None:
+    paths = {path.stem: path for path in [*DRAWN, *RUNS]}
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(paths))
+    parser.add_argument("--out", type=Path, help="the folder; without it, where pages look")
+    args = parser.parse_args(arguments)
+    for path in [paths[name] for name in args.names] or DRAWN:
+        for theme, ending in {"light": ".png", "dark": "-dark.png"}.items():
+            style, to = FOLDER / f"{theme}.mplstyle", (args.out or path.parent) / path.stem
+            to = f"{to}{ending}"
+            if path in RUNS:
+                command, env = [sys.executable, *RUNS[path], f"--plot={to}"], os.environ
+                env = {**env, "MATPLOTLIBRC": str(style), "PYTHONPATH": str(FOLDER.parent)}
+                subprocess.run(command, cwd=FOLDER.parent, env=env, check=True)
+                continue
+            with plt.style.context(style):
+                figure = DRAWN[path]()
+                figure.savefig(to)
+                plt.close(figure)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

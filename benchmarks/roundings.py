@@ -1,7 +1,6 @@
 """Counts which roundings to 16 bits that a program writes are in what compilers make of it.
 
     PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/roundings.py  # DIR: see gpu_compile.py
-    python benchmarks/report.py                                # the table of docs/roundings.md
 
 Each function takes arrays of 16 bits or of float32, and returns float32, so that only roundings in
 between count. On a CPU it runs: what a compiled function returns is what it returns operation by

@@ -2,8 +2,6 @@
 
     python benchmarks/storage.py --again            # all parts: some ten minutes of one CPU core
     python benchmarks/storage.py --again --only counting
-    python benchmarks/report.py                     # the table of docs/storage.md
-    python benchmarks/pictures.py                   # its picture
 
 Its parts:
 

@@ -4,8 +4,6 @@
     python benchmarks/tpu_compile.py                   # the points that are missing
     python benchmarks/tpu_compile.py --only vit autocast   # those of one model and one way
     python benchmarks/tpu_compile.py --list            # all points, and which are missing
-    python benchmarks/pictures.py                      # the picture
-    python benchmarks/report.py                        # the tables
 
 A point takes a minute or two of a core, so the points are chosen: GROUPS says what each group
 shows. The optimizer is Adam; the state is donated. A line has

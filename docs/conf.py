@@ -25,6 +25,7 @@ extensions = [
     "sphinx_design",
     "chapters",
     "docstrings",
+    "figures",
     "messages",
     "pages",
     "public_names",

@@ -22,13 +22,13 @@ def draw(history: History, title: str, path: str) -> None:
 
     with_scale = len(set(history.scales)) > 1 or bool(history.skipped)
     panels = 2 + with_scale
-    figure = Figure(figsize=(7, 1 + 2 * panels), layout="constrained")
+    figure = Figure(figsize=(7, 1 + 2 * panels), dpi=120, layout="constrained")
     axes = figure.subplots(panels, sharex=True)
     figure.suptitle(title, fontsize="small", wrap=True)
     steps = np.arange(len(history.losses))
     epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
 
-    axes[0].plot(steps, history.losses, linewidth=1)
+    axes[0].plot(steps, history.losses, linewidth=1.2)
     axes[0].set(ylabel="training loss", yscale="log")
     axes[1].plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
     axes[1].set(ylabel="test accuracy (%)")
@@ -37,16 +37,16 @@ def draw(history: History, title: str, path: str) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     axes[-1].set(xlabel="step")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def draw_scale(axis: Any, history: History) -> None:
     """Plots the loss scale, with a cross at each skipped step."""
-    axis.step(np.arange(len(history.scales)), history.scales, where="post", linewidth=1)
+    axis.step(np.arange(len(history.scales)), history.scales, where="post", linewidth=1.5)
     axis.set(ylabel="loss scale")
     axis.set_yscale("log", base=2)
     if history.skipped:
         skipped_at = [history.scales[step] for step in history.skipped]
         label = f"skipped steps ({len(history.skipped)})"
-        axis.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
+        axis.plot(history.skipped, skipped_at, "x", color="#D55E00", label=label)
         axis.legend()

@@ -240,7 +240,9 @@ def plot(found: dict[str, list[np.ndarray]], path: str) -> None:
     """Draws rewards and divergences over the steps, a line for each seed."""
     import matplotlib.pyplot as plt
 
-    figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
+    figure, (upper, lower) = plt.subplots(
+        2, sharex=True, figsize=(7, 6), dpi=120, layout="constrained"
+    )
     for color, (name, runs) in enumerate(found.items()):
         for run in runs:
             label = name if run is runs[0] else None
@@ -249,7 +251,7 @@ def plot(found: dict[str, list[np.ndarray]], path: str) -> None:
     upper.set(ylabel="reward (share of tokens)", title="A sampler and a trainer of one model")
     lower.set(ylabel=f"KL of the trainer (at least {FLOOR:g})", xlabel="step", yscale="log")
     upper.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def main(argv: list[str]) -> None:

@@ -112,3 +112,25 @@ def test_reduce_alone_warns(policy, rng):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh), pytest.warns(UserWarning, match="reduces nothing"):
         gradients(plain, "alone", f"{policy},r=f32")(make_params(rng), normal(rng, 24, 16))
+
+
+def test_shards_are_gathered_under_shard_map(rng):
+    # JAX 0.12.0.1 does not differentiate an all_gather beside another axis that is Explicit.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    params, x = make_params(rng), normal(rng, 24, 16)
+    expected = jax.grad(lambda p: jnp.mean(plain(p, x) ** 2))(params)
+
+    def loss(shards, x):
+        whole = jmpx.distributed.gather(shards, "data", "c=bf16")
+        return jnp.mean(plain(whole, x).astype(jnp.float32) ** 2)
+
+    run = jmpx.filter_grad(
+        loss, jmpx.NoOpLossScale(), policy="c=bf16", over=jmpx.Over("data"), uncast=0
+    )
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((params, x), P("data"))
+        specs = {"in_specs": P("data"), "out_specs": P("data")}
+        found = jax.jit(jax.shard_map(lambda *args: run(*args).grads, **specs))(*placed)
+    for name, grad in found.items():
+        np.testing.assert_allclose(np.asarray(grad), expected[name], rtol=0.05, atol=5e-3)
+        assert grad.dtype == jnp.float32 and jax.typeof(grad).sharding.spec[0] == "data"

@@ -140,9 +140,9 @@ def test_the_reference_shows_types_and_leads_to_the_source(site, pages):
     assert re.search(r"grads_finite.{0,200}bool", text, re.DOTALL)
 
 
-def test_the_first_page_has_the_contents_once(site):
+def test_the_first_page_has_the_contents_once_and_four_cards(site):
     text = (site / "index.html").read_text()
-    assert len(re.findall(r">\s*Loss scaling\s*</a>", text)) == 1
+    assert len(re.findall(r'href="loss_scaling.html">Loss scaling</a>', text)) == 1
     cards = re.findall(r'class="sd-card-title[^>]*>\s*([^<]*?)\s*<', text)
     assert cards == ["Get started", "Choose a policy", "Find a NaN", "Coming from …"]
 
@@ -198,10 +198,11 @@ def test_pages_work_in_a_browser(server, browser, pages):
         ("GradScaler", "loss_scaling.html"),
         ("autocast", "autocast.html"),
         ("NaN", "nonfinite.html"),
-        ("first_nonfinite", "nonfinite.html"),
+        ("first_nonfinite", "reference/debugging.html"),
+        ("optimizer_update", "reference/gradients.html"),
     ],
 )
-def test_the_search_finds_the_guide_first(server, browser, query, first):
+def test_the_search_finds_guides_and_names_first(server, browser, query, first):
     browser.open_page(server + "search.html?q=" + urllib.parse.quote(query))
     found = 'Array.from(document.querySelectorAll("#search-results li a")).map(each => each.href)'
     # Results come one after the other, in their order.
@@ -213,8 +214,14 @@ def test_the_search_finds_the_guide_first(server, browser, query, first):
 def test_a_copied_program_has_no_prompts_and_no_output(server, browser):
     browser.open_page(server + "start.html")
     copied = browser.evaluate(
-        """Array.from(document.querySelectorAll("div.highlight-python .copybtn"))
-            .map(button => copyTargetText(button)).join("\\n")"""
+        """(() => {
+            const copied = [];
+            document.addEventListener(
+                "copy", () => copied.push(document.activeElement.value), true);
+            for (const button of document.querySelectorAll("div.highlight-python .copybtn"))
+                button.click();
+            return copied.join("\\n");
+        })()"""
     )
     assert "import jmpx" in copied and "(True, 'float32'" not in copied
     assert not re.search(r"^(>>>|\.\.\.)", copied, re.MULTILINE)

@@ -102,9 +102,13 @@ class Browser:
         self.evaluate(script)
 
     def evaluate(self, expression: str) -> Any:
-        """Returns the value of a JavaScript expression in the page."""
+        """Returns the value of a JavaScript expression in the page, as if a user asked for it."""
         result = self.call(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,  # without it, nothing can be copied
         )
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")

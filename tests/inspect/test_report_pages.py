@@ -18,7 +18,7 @@ PAGES = {name: (ROOT / "docs" / name).read_text() for name in REPORTS}
 
 
 def words(text):
-    """Returns each line without its numbers, units, bars and places, which other versions change."""
+    """Returns each line without its numbers, units, bars and places, which versions change."""
     place = re.compile(r"(<doctest [^>]*>|\w+\.py):\d+")
     number = re.compile(r"[-<+]*[\d.,e*%+-]+|#*\.*|[kMGT]?i?(?:FLOP|B)")
     lines = (place.sub("", line).split() for line in text.splitlines())

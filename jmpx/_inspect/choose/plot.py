@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_COLORS = {False: "#0072B2", True: "#D55E00"}  # Okabe and Ito's
+_COLORS = {False: "#56B4E9", True: "#D55E00"}  # Okabe and Ito's
 
 
 class Dot(NamedTuple):
@@ -17,37 +17,34 @@ class Dot(NamedTuple):
 
 
 def plot_front(
-    title: str,
-    rows: Sequence[Dot],
-    bound: float,
-    what: str,
-    path: str | os.PathLike[str],
+    title: str, rows: Sequence[Dot], bound: float, what: str, path: str | os.PathLike[str]
 ) -> None:
-    """Draws a point for each string, as `Choice.plot` describes it."""
+    """Draws a dot and a bar for each string, as `Choice.plot` describes it."""
     from matplotlib.figure import Figure  # here, because only pictures need it
 
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    errors = [row.error for row in rows if row.error] or [bound]
-    at_left = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "va": "bottom"}
-    floor = min(*errors, bound) / 10  # where an error of nothing is drawn
-    if not all(row.error for row in rows):
-        axes.axhline(floor, color="grey", lw=0.8)
-        axes.text(0.005, floor, "no error", **at_left)
-    for row in rows:
-        color = _COLORS[row.is_chosen]
-        point = row.memory / 2**20, row.error or floor
-        axes.plot(*point, "o", color=color, markersize=9 if row.is_chosen else 6)
-        note = {"fontsize": 7, "xytext": (6, 6), "textcoords": "offset points"}
-        axes.annotate(_lines(row), point, color=color, **note)
-    axes.axhline(bound, color="black", lw=0.8, ls="--")
-    axes.text(0.005, bound, "the bound", **at_left)
-    axes.set_yscale("log")
-    axes.margins(x=0.25, y=0.15)
-    axes.set_xlabel(f"{what} (MiB)")
-    axes.set_ylabel("error")
-    axes.set_title(title, fontsize=10)
-    axes.grid(lw=0.3)
+    names, top = [_lines(row) for row in rows], max([bound, *(row.error for row in rows)])
+    low = min([bound, *(row.error for row in rows if row.error)]) / 3  # stands for no error
+    height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
+    figure = Figure(figsize=(7.2, height), dpi=150, layout="constrained")
+    errors, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for axes in (errors, memory):
+        axes.grid(axis="x", lw=0.3)
+        axes.set_axisbelow(True)
+    colors, places = [_COLORS[row.is_chosen] for row in rows], range(len(rows))
+    errors.scatter([row.error or low for row in rows], places, s=60, c=colors)
+    for place, row in enumerate(rows):
+        note = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        text = f"{row.error:.2g}" if row.error else "no error"
+        errors.annotate(text + ", chosen" * row.is_chosen, (row.error or low, place), **note)
+    errors.axvspan(low / 9, bound, color="#009E73", alpha=0.15, lw=0, zorder=0)
+    errors.set(xscale="log", xlim=(low / 3, 3 * top), ylim=(len(rows) - 0.4, -0.6))
+    errors.set_xlabel(f"error (in the shade: at most {bound:g})")
+    errors.set_yticks(places, names, family="monospace", fontsize="small")
+    bars = memory.barh(places, [row.memory / 2**20 for row in rows], 0.5, color=colors)
+    memory.bar_label(bars, fmt="{:.3g}", padding=3)
+    memory.margins(x=0.3)
+    memory.set_xlabel(f"{what} (MiB)")
+    figure.suptitle(title)
     figure.savefig(path)
 
 

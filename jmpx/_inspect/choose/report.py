@@ -75,7 +75,7 @@ class Choice(TableReport):
         return self.chosen.policy
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the error of each string against the memory that it needs. It needs matplotlib.
+        """Draws the error of each string and the memory that it needs. It needs matplotlib.
 
         Args:
             path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.

@@ -75,9 +75,9 @@ class Plan(TableReport):
         axes, places = figure.add_subplot(), range(len(sizes))
         bars = axes.barh(places, sizes, color=[_FITS if s <= most else _DOES_NOT for s in sizes])
         labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
-        axes.bar_label(bars, labels, padding=3, fontsize=8, bbox={"color": "white", "pad": 1})
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
         if max(sizes) > most / 2:  # else the line would make the bars short
-            axes.axvline(most, color="black", lw=1)
+            axes.axvline(most, color="0.5", lw=1)
         axes.set_yticks(places, [row.policy[-60:] for row in self.rows], fontsize=8)
         axes.set_xlabel(f"peak memory (GiB); {self.chip} has {most:.4g}")
         axes.set_title(_title(self), fontsize=9)
