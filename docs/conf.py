@@ -14,6 +14,7 @@ setup_cfg.read(HERE.parent / "setup.cfg")
 project = setup_cfg["metadata"]["name"]
 author = copyright = setup_cfg["metadata"]["author"]
 version = release = jmpx.__version__
+repository = setup_cfg["metadata"].get("url", "")  # its only home
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -63,6 +64,7 @@ html_title = f"jmpx {version}"
 html_static_path = ["_static"]
 html_favicon = "_static/icon.svg"
 html_css_files = ["jmpx.css"]
+html_js_files = ["versions.js", "switcher.js"]
 html_search_scorer = str(HERE / "_ext" / "search.js")
 html_copy_source = False
 html_use_index = False  # the reference lists all names
@@ -81,6 +83,12 @@ html_theme_options = {
     "navbar_end": [],
     "navbar_persistent": [],
 }
+if repository:
+    html_theme_options |= {
+        "repository_url": repository,
+        "repository_provider": "gitlab" if "gitlab" in repository else "github",
+        "use_repository_button": True,
+    }
 # A copied block is the program without its prompts and output.
 copybutton_prompt_text = r">>> ?|\.\.\. ?"
 copybutton_prompt_is_regexp = True

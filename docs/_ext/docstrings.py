@@ -92,7 +92,9 @@ def _with_names(text: str) -> str:
 
 def name_unions(app, what, name, obj, options, signature, return_annotation):
     """Shows unions and defaults by their names. Autodoc cannot read all of them from the source."""
-    return signature and _with_names(signature), return_annotation and _with_names(return_annotation)
+    return signature and _with_names(signature), return_annotation and _with_names(
+        return_annotation
+    )
 
 
 @functools.cache

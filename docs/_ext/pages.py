@@ -1,8 +1,8 @@
 """Pages that are written for GitHub, as they are on the site.
 
-Links to files of the repository that are no pages, such as examples, become plain text: the site
-has no address of the repository to link to, and no copy of it. The text names the file. Links to
-the changelog and to CONTRIBUTING.md lead to the pages that include them.
+Links to files of the repository that are no pages, such as examples, lead to the address of the
+repository, `url` in setup.cfg. Without one they become plain text that names the file. Links to the
+changelog and to CONTRIBUTING.md lead to the pages that include them.
 """
 
 from pathlib import Path
@@ -26,6 +26,10 @@ class RepositoryFiles(SphinxTransform):
                 name = self.file_of(link) if link.get("reftype") == "myst" else None
                 if name in INCLUDED:
                     link["refdomain"], link["reftarget"] = "doc", INCLUDED[name]
+                elif name is not None and self.config.repository:
+                    kind = "tree" if (Path(self.env.srcdir).parent / name).is_dir() else "blob"
+                    address = f"{self.config.repository.rstrip('/')}/{kind}/main/{name}"
+                    link.replace_self(nodes.reference("", "", *link.children, refuri=address))
                 elif name is not None:
                     text = link.children
                     if name not in link.astext():
@@ -76,6 +80,7 @@ class UnbrokenFlags(SphinxTransform):
 
 def setup(app):
     """Is called by Sphinx."""
+    app.add_config_value("repository", "", "env", str)
     app.add_transform(RepositoryFiles)
     app.add_transform(TrimmedPrograms)
     app.add_transform(UnbrokenFlags)

@@ -32,7 +32,7 @@ class Rooms(Directive):
     def run(self) -> list[nodes.Node]:
         """Returns the nodes of the table."""
         rows = floors()
-        lines = ["| floor | room | purpose |", "|---|---|---|"]
+        lines = ["| Layer | Package | Purpose |", "|---|---|---|"]
         lines += [
             f"| {len(rows) - index} | `{room}` | {purpose(room)} |"
             for index, rooms in enumerate(rows)

@@ -4,6 +4,7 @@ import ast
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,7 +35,6 @@ def version():
 def test_the_version_has_one_home():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", version())
     assert SETUP["metadata"]["version"] == "attr: jmpx.__version__"
-    assert "version" not in (ROOT / "CITATION.cff").read_text().replace("cff-version", "")
     assert "jmpx.__version__" in (ROOT / "docs" / "conf.py").read_text()
 
 
@@ -49,9 +49,24 @@ def test_the_citation_is_that_of_the_metadata():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}
+    titles = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"{citation['version']} ({citation['date-released']})" == titles[1]  # the last release
     assert citation["license"] == SETUP["metadata"]["license"]
     assert citation.get("repository-code") == SETUP["metadata"].get("url")
     assert set(citation["keywords"]) == set(SETUP["metadata"]["keywords"].split(", "))
+
+
+def test_an_address_in_the_metadata_is_that_of_the_package(tmp_path):
+    text = (ROOT / "setup.cfg").read_text()
+    address = "https://example.org/jmpx"
+    (tmp_path / "setup.cfg").write_text(text.replace("[metadata]", f"[metadata]\nurl = {address}"))
+    for file in ("jmpx/__init__.py", "docs/description.md", "LICENSE"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    program = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('.')"
+    run(sys.executable, "-c", program, cwd=tmp_path)
+    (found,) = tmp_path.glob("*.dist-info/METADATA")
+    assert re.search(rf"^(Home-page|Project-URL: \w+,):? {address}$", found.read_text(), re.M)
 
 
 METADATA, OPTIONS = SETUP["metadata"], SETUP["options"]

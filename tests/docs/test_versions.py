@@ -1,0 +1,106 @@
+"""Versions of the site side by side, and the address of the repository in it."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from helpers.browser import chromium, find_chromium
+
+sys.path.append(str(ROOT / "docs" / "_ext"))
+versions = importlib.import_module("versions")
+
+URL = "https://example.org/someone/jmpx"
+EXTENSIONS = (
+    *("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design"),
+    "matplotlib",
+)
+PAGES = {
+    "index": "# First\n\n[more](more.md)\n",
+    "more": "# More\n\nSee [the training](../examples/train.py) and [examples](../examples/).\n",
+    "project/contributing": "# Contributing\n\n[first](../index.md)\n",
+}
+
+
+def make_versions(folder, names):
+    for name in names:
+        (folder / name / "_static").mkdir(parents=True)
+        (folder / name / "index.html").touch()
+    (folder / "unrelated").mkdir()
+
+
+def test_the_first_page_leads_to_the_newest_version(tmp_path):
+    make_versions(tmp_path, ("0.3", "0.10", "0.9"))
+    (tmp_path / "0.10" / "more.html").touch()
+    assert versions.join(tmp_path) == ["0.10", "0.9", "0.3"]
+    assert 'url=0.10/index.html"' in (tmp_path / "index.html").read_text()
+    text = (tmp_path / "0.3" / "_static" / "versions.js").read_text()
+    assert '"0.10": ["index.html", "more.html"], "0.9": ["index.html"]' in text
+    assert versions.join(tmp_path) == ["0.10", "0.9", "0.3"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A few pages, built as the manual is, with the address of a repository in setup.cfg."""
+    for name in EXTENSIONS:
+        pytest.importorskip(name, reason=f"{name} is in the docs extra")
+    root = tmp_path_factory.mktemp("repository")
+    setup = (ROOT / "setup.cfg").read_text()
+    (root / "setup.cfg").write_text(setup.replace("[metadata]\n", f"[metadata]\nurl = {URL}\n"))
+    (root / "examples").mkdir()
+    (root / "examples" / "train.py").touch()
+    for part in ("conf.py", "_ext", "_static"):
+        whole = ROOT / "docs" / part
+        copy = shutil.copytree if whole.is_dir() else shutil.copy
+        (root / "docs").mkdir(exist_ok=True)
+        copy(whole, root / "docs" / part)
+    for page, text in PAGES.items():
+        file = root / "docs" / f"{page}.md"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", "site"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    result = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return root / "site"
+
+
+@pytest.mark.slow
+def test_files_and_a_button_lead_to_the_repository(site):
+    text = (site / "more.html").read_text()
+    links = set(re.findall(rf'href="({URL}[^"]*)"', text))
+    assert links == {URL, f"{URL}/blob/main/examples/train.py", f"{URL}/tree/main/examples"}
+
+
+@pytest.mark.slow
+def test_a_reader_switches_between_versions(site, tmp_path):
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("there is no Chromium on this machine")
+    for name in ("0.3", "0.4"):
+        shutil.copytree(site, tmp_path / "sites" / name)
+    (tmp_path / "sites" / "0.4" / "more.html").unlink()
+    shown = """Array.from(document.querySelectorAll(".version-switcher option"))
+        .map(each => each.text + (each.selected ? "*" : ""))"""
+    switch = """(() => {
+        const select = document.querySelector(".version-switcher");
+        select.value = "0.4";
+        select.dispatchEvent(new Event("change"));
+    })()"""
+    at = (tmp_path / "sites" / "0.3").as_uri()
+    with chromium(executable, str(tmp_path / "profile")) as browser:
+        browser.open_page(f"{at}/index.html")
+        assert browser.evaluate(shown) == [] and browser.complaints() == []
+        versions.join(tmp_path / "sites")
+        for page, target in (("project/contributing", "project/contributing"), ("more", "index")):
+            browser.open_page(f"{at}/{page}.html")
+            assert browser.evaluate(shown) == ["0.4 (latest)", "0.3*"]
+            browser.evaluate(switch)
+            browser.wait_for(f"location.href.endsWith('/0.4/{target}.html')")
+            assert browser.complaints() == []
