@@ -187,16 +187,19 @@ DRAWN = {
     IMAGES / "storage.png": stored,
 }
 VIT = "examples/equinox/train_vit.py:make_losses"
-BLAME = "import sys, jmpx; from jmpx._cli.targets import load; loss, batches, _ = load('{}', [])\n"
-BLAME += "report = jmpx.inspect.blame(loss, 'by=operations,c=bf16')(*batches)\n"
-BLAME += "report.plot(sys.argv[1].removeprefix('--plot='))"
+BLAME = f"""
+import sys, jmpx
+from jmpx._cli.targets import load
+loss_fn, batches, _ = load("{VIT}", [])
+report = jmpx.inspect.blame(loss_fn, "by=operations,c=bf16")(*batches)
+report.plot(sys.argv[1].removeprefix("--plot="))
+"""
 RUNS = {  # commands of the repository that take --plot=FILE
-    IMAGES / "blame.png": ["-c", BLAME.format(VIT)],
-    IMAGES / "choose.png": shlex.split(f"-m jmpx choose {VIT} --error 0.004 --chip v5e"),
-    IMAGES / "haiku_float16.png": shlex.split(
-        "examples/haiku/train.py --mp_policy=16-mixed --mp_loss_scale=dynamic,init=2**24,period=50"
-    ),
-    IMAGES / "reinforce.png": ["examples/equinox/reinforce.py"],
+    IMAGES / "blame.png": f"-c {shlex.quote(BLAME)}",
+    IMAGES / "choose.png": f"-m jmpx choose {VIT} --error 0.004 --chip v5e",
+    IMAGES / "haiku_float16.png": "examples/haiku/train.py --mp_policy=16-mixed "
+    "--mp_loss_scale=dynamic,init=2**24,period=50",
+    IMAGES / "reinforce.png": "examples/equinox/reinforce.py",
 }
 
 
@@ -212,8 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
             style, to = FOLDER / f"{theme}.mplstyle", (args.out or path.parent) / path.stem
             to = f"{to}{ending}"
             if path in RUNS:
-                command, env = [sys.executable, *RUNS[path], f"--plot={to}"], os.environ
-                env = {**env, "MATPLOTLIBRC": str(style), "PYTHONPATH": str(FOLDER.parent)}
+                command = [sys.executable, *shlex.split(RUNS[path]), f"--plot={to}"]
+                env = os.environ | {"MATPLOTLIBRC": str(style), "PYTHONPATH": str(FOLDER.parent)}
                 subprocess.run(command, cwd=FOLDER.parent, env=env, check=True)
                 continue
             with plt.style.context(style):
