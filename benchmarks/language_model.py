@@ -180,9 +180,6 @@ def make_losses() -> tuple[Callable[..., jax.Array], list[tuple[Any, ...]]]:
     return make_loss(Precision(), size.heads), [(params, jnp.asarray(next(data))) for _ in range(8)]
 
 
-# A run.
-
-
 def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
     """Returns the mean cross-entropy, a function of parameters and text."""
     apply: Callable[..., jax.Array] = functools.partial(predict, heads=heads)

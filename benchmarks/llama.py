@@ -208,9 +208,6 @@ def points(size: str) -> list[Record]:
     return [{"size": size, "chips": chips, "way": way} for way in WAYS]
 
 
-# The table.
-
-
 def sent(record: Record, *kinds: str) -> str:
     """Returns the MiB of some kinds of collectives by dtype, where it is one or more."""
     by_dtype: collections.Counter[str] = collections.Counter()

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import records
+
 TREE = Path(__file__).parents[1]
 RESULTS = TREE / "benchmarks" / "results" / "mutants.jsonl"
 # What became of a mistake that was not noticed: written into the results by hand, after a look.
@@ -33,13 +35,10 @@ def table(rooms: list[dict[str, Any]]) -> str:
         [room["planted"], room["noticed"], *map([*room["others"].values()].count, THEN)]
         for room in rooms
     ]
-    names = [f"`{room['room']}`" for room in rooms]
-    sums = [sum(column) for column in zip(*rows, strict=True)]
-    cells = [("room", "planted", "noticed", *THEN), ("---", *["---:"] * len(sums))]
-    cells += [
-        (name, *map(str, row)) for name, row in zip([*names, "all"], [*rows, sums], strict=True)
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    names = [*(f"`{room['room']}`" for room in rooms), "all"]
+    rows.append([sum(column) for column in zip(*rows, strict=True)])
+    lines = ([name, *map(str, row)] for name, row in zip(names, rows, strict=True))
+    return records.table(("room", "planted", "noticed", *THEN), lines)
 
 
 class Plugin:

@@ -4,9 +4,8 @@
     python benchmarks/pictures.py peak_memory layers   # these
     python benchmarks/pictures.py choose               # one that a program draws, in minutes
 
-blame, choose, haiku_float16 and reinforce are what reports of jmpx and examples draw themselves; the
-others are made of the lines in `results/`. Each is drawn twice, in the colours and fonts of
-`light.mplstyle` and of `dark.mplstyle`, as NAME.png and NAME-dark.png.
+Programs draw blame, choose, haiku_float16 and reinforce; the others are made of the lines in
+`results/`. Each is drawn twice, as NAME.png in the style of `light.mplstyle` and as NAME-dark.png.
 """
 
 import argparse
@@ -38,7 +37,7 @@ PEAKS = {
     "autocast": ("by=operations,c=bf16", SKY),
     "autocast, save": ("…,save=products", BLUE),
 }
-LINES = {  # the look of a way, and the point of its line above which its name stands
+LINES = {  # the look of a way, its name, and the point of its line that has it
     "jmp": ({"color": ORANGE, "lw": 4, "ms": 6}, "JMP", -1),
     "mpx": ({"color": RED, "ls": ":", "ms": 3}, "MPX", -2),
     "handwritten": ({"color": INK, "lw": 4, "ms": 6}, "by hand", -1),
@@ -52,7 +51,7 @@ TRADES = {  # the look of a way, its label, and where that stands: points to the
     "float32": (GREY, "float32", (-8, -3)),
     "by hand": (INK, "by hand", (8, 7)),
     "autocast": (SKY, "by=operations", (8, -9)),
-    "by hand, marked blocks, all dots": (INK, "by hand, jax.checkpoint", (-30, -16)),
+    "by hand, marked blocks, all dots": (INK, "jax.checkpoint", (-49, -16)),
     "autocast, save attention": (GREEN, "…,save=products+attention", (8, 1)),
     "by hand, marked blocks": (INK, "", (0, 0)),
     "autocast, save": (BLUE, "…,save=products", (-2, 9)),
@@ -107,8 +106,9 @@ def layers() -> Any:
             ours = [record for record in found if record["implementation"] == way]
             line = sorted((record["layers"], record[key] / unit) for record in ours)
             axes.plot(*zip(*line, strict=True), marker="o", **look)
-            at = {"xytext": (-7, 6), "textcoords": "offset points", "ha": "right"}
-            axes.annotate(words, line[place], color=look["color"], weight="bold", **at)
+            at = {"xytext": (-7, 6), "ha": "right"} if place == -1 else {"xytext": (7, -12)}
+            at |= {"textcoords": "offset points", "color": look["color"], "weight": "bold"}
+            axes.annotate(words, line[place], **at)
         axes.set_xticks(sorted({record["layers"] for record in found}))
         axes.set(xlabel="transformer layers", ylabel=label, title=title, ylim=0, xlim=0)
         axes.grid()
@@ -146,10 +146,10 @@ def growing() -> Any:
         axes.set(xscale="log", yscale="log", xlabel=f"number of {axis}", ylabel="CPU ms")
         axes.minorticks_off()
         axes.grid()
-        axes.set_ylim(axes.get_ylim()[0], 30 * axes.get_ylim()[1])  # the legend stands above
+        axes.set_ylim(axes.get_ylim()[0], 90 * axes.get_ylim()[1])  # the legend stands above
         axes.legend(fontsize=8, loc="upper left", title="slope", title_fontsize=8, alignment="left")
     each[-1].axis("off")
-    title = "Time to trace a train step (dotted: without jmpx; a slope of 1 is linear)"
+    title = "Time to trace (dotted: without jmpx; a slope of 1 is linear)"
     return finish(figure, title, found)
 
 
@@ -187,16 +187,19 @@ DRAWN = {
     IMAGES / "storage.png": stored,
 }
 VIT = "examples/equinox/train_vit.py:make_losses"
-BLAME = "import sys, jmpx; from jmpx._cli.targets import load; loss, batches, _ = load('{}', [])\n"
-BLAME += "report = jmpx.inspect.blame(loss, 'by=operations,c=bf16')(*batches)\n"
-BLAME += "report.plot(sys.argv[1].removeprefix('--plot='))"
+BLAME = f"""
+import sys, jmpx
+from jmpx._cli.targets import load
+loss_fn, batches, _ = load("{VIT}", [])
+report = jmpx.inspect.blame(loss_fn, "by=operations,c=bf16")(*batches)
+report.plot(sys.argv[1].removeprefix("--plot="))
+"""
 RUNS = {  # commands of the repository that take --plot=FILE
-    IMAGES / "blame.png": ["-c", BLAME.format(VIT)],
-    IMAGES / "choose.png": shlex.split(f"-m jmpx choose {VIT} --error 0.004 --chip v5e"),
-    IMAGES / "haiku_float16.png": shlex.split(
-        "examples/haiku/train.py --mp_policy=16-mixed --mp_loss_scale=dynamic,init=2**24,period=50"
-    ),
-    IMAGES / "reinforce.png": ["examples/equinox/reinforce.py"],
+    IMAGES / "blame.png": f"-c {shlex.quote(BLAME)}",
+    IMAGES / "choose.png": f"-m jmpx choose {VIT} --error 0.004 --chip v5e",
+    IMAGES / "haiku_float16.png": "examples/haiku/train.py --mp_policy=16-mixed "
+    "--mp_loss_scale=dynamic,init=2**24,period=50",
+    IMAGES / "reinforce.png": "examples/equinox/reinforce.py",
 }
 
 
@@ -212,8 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
             style, to = FOLDER / f"{theme}.mplstyle", (args.out or path.parent) / path.stem
             to = f"{to}{ending}"
             if path in RUNS:
-                command, env = [sys.executable, *RUNS[path], f"--plot={to}"], os.environ
-                env = {**env, "MATPLOTLIBRC": str(style), "PYTHONPATH": str(FOLDER.parent)}
+                command = [sys.executable, *shlex.split(RUNS[path]), f"--plot={to}"]
+                env = os.environ | {"MATPLOTLIBRC": str(style), "PYTHONPATH": str(FOLDER.parent)}
                 subprocess.run(command, cwd=FOLDER.parent, env=env, check=True)
                 continue
             with plt.style.context(style):

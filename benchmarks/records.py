@@ -43,13 +43,9 @@ def main(
 ) -> None:
     """Measures the points that have no line yet, and keeps the line of each as soon as it is there.
 
-    Args:
-        doc: the script's docstring, which is its help.
-        benchmarks: for each name the points, and the function that takes the values of a point and
-            returns the figures of its line or lines. With `--small` it gets `small=True`, too.
-        arguments: of the command line.
-        out: the default of `--out`.
-        by_version: whether lines of several versions of JAX are kept beside each other.
+    `doc` is the help, `out` the default of `--out`. `benchmarks` has for each name the points, and
+    the function that takes the values of a point, with `--small` `small=True`, too, and returns the
+    figures of its line or lines. `by_version` keeps lines of several versions of JAX.
     """
     raw = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=doc, formatter_class=raw)
@@ -126,9 +122,6 @@ def version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
-
-
-# Tables.
 
 
 class Row(NamedTuple):

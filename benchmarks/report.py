@@ -153,9 +153,6 @@ def programs(found: list[Record], names: Iterable[str] = STEPS) -> str:
     return table(("the step", "skips with", *header), rows)
 
 
-# The pages.
-
-
 def pages() -> dict[Path, str]:
     """Returns the text that each page should have."""
     found, tpu = records.read(records.CPU), records.read(tpu_tables.RESULTS)

@@ -205,9 +205,6 @@ def measure(part: str, **point: Any) -> Record:
     return PARTS[part](**point)
 
 
-# The table of docs/storage.md.
-
-
 def figures(found: list[Record], part: str, way: str, key: str) -> list[float]:
     """Returns one figure of all seeds."""
     return [r[key] for r in found if (r["part"], r["way"]) == (part, way) and key in r]

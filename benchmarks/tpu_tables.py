@@ -101,9 +101,6 @@ def bars(found: Iterable[Record]) -> Iterator[Row]:
             yield Row(f"{title(group)}: {NAMES[key]}, {ours} over {theirs}", one / other, bar)
 
 
-# The tables.
-
-
 def peaks(found: list[Record], corner: str, models: Iterable[Group], ways: Iterable[str]) -> str:
     """Returns the peak memory of models in some ways, in MiB."""
     by_group = groups(found)

@@ -1,7 +1,8 @@
 """Pictures for light and for dark pages.
 
 A picture with a sibling `NAME-dark.EXT` is on a page twice, and the theme shows one of them. The
-twin of a drawing (`.svg`) is made here, by other colours.
+twin of a drawing (`.svg`) is made here, by other colours. The line with the command that makes a
+picture (`*Made by* ...`) is small.
 """
 
 import os
@@ -31,9 +32,12 @@ DARK = {
 
 
 class Twins(SphinxTransform):
+    """Puts the twins beside the pictures."""
+
     default_priority = 400  # before Sphinx collects the pictures
 
     def apply(self):
+        """Changes the document."""
         here = Path(self.env.doc2path(self.env.docname)).parent
         for image in list(self.document.findall(nodes.image)):
             light = here / image["uri"]
@@ -48,8 +52,12 @@ class Twins(SphinxTransform):
                 twin["classes"] = [*image["classes"], "only-dark"]
                 image["classes"] = [*image["classes"], "only-light"]
                 image.parent.insert(image.parent.index(image) + 1, twin)
+        for paragraph in self.document.findall(nodes.paragraph):
+            if paragraph.astext().startswith("Made by "):
+                paragraph["classes"] += ["jmpx-made-by"]
 
 
 def setup(app):
+    """Registers the transform with Sphinx."""
     app.add_transform(Twins)
-    return {"version": "1", "parallel_read_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -172,7 +172,7 @@ PROGRAMS = {
 }
 
 
-IN_CODE = "no rule mends it: x.astype(jnp.float32) before"
+IN_CODE = "no rule fixes it and keeps all 16-bit matmuls: x.astype(jnp.float32) before"
 EXPECTED = {
     **{
         f"{framework}-{layer}": (name, rule)
@@ -308,7 +308,7 @@ def test_a_rule_under_which_a_program_cannot_be_traced_is_not_printed():
         )
 
     (finding,) = audited(make, "c=bf16; op.exp: bf16").findings
-    assert finding.rule == "no rule mends it: x.astype(jnp.float32) before exp"
+    assert finding.rule == "no rule fixes it and keeps all 16-bit matmuls: x.astype(jnp.float32) before exp"
 
 
 def test_the_first_program_of_the_readme():

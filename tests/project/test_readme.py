@@ -32,6 +32,7 @@ def test_it_has_two_commands_in_single_lines_that_name_what_exists():
         "benchmarks/tpu_compile.py",
         "benchmarks/gpu_compile.py",
         "benchmarks/gpu_vit.sh",
+        "benchmarks/pictures.py",
     }
     assert [file for file in files if not (ROOT / file).exists()] == []
 

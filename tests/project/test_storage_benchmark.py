@@ -63,7 +63,7 @@ def test_the_page_shows_the_lines_that_are_kept(tmp_path):
     assert {record["part"] for record in of_jax} >= {*storage.PARTS}
     for point in storage.POINTS:
         assert any(records.is_of(line, "storage", point) for line in of_jax), point
-    pictures.main([str(tmp_path)])
-    names = {path.name for path in pictures.PICTURES}
+    pictures.main(["--out", str(tmp_path)])
+    names = {f"{path.stem}{end}.png" for path in pictures.DRAWN for end in ("", "-dark")}
     assert names == {path.name for path in tmp_path.iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())

@@ -80,7 +80,7 @@ class _Trials:
                 return text
             # Another rule mends what is as bad: where a norm returns float32, that of a layer.
             second = second or (text if new == rank else "")
-        return second or ("no rule mends it: {}" if candidates else "{}")
+        return second or ("no rule fixes it and keeps all 16-bit matmuls: {}" if candidates else "{}")
 
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
         """Returns the rules for a group of layers out of those for each of them."""

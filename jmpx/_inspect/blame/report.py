@@ -115,7 +115,7 @@ class Blame(TableReport):
         from jmpx._inspect.blame.plot import Bar, plot_shares
 
         bars = [Bar(row.name, row.share, row.is_measured) for row in self.rows]
-        plot_shares(f"{self.title}: {_text(self.error)}", bars, path)
+        plot_shares(f"Error of {self.title}: {_text(self.error)}", bars, path)
 
     def _parts(self) -> Parts:
         over = "" if self.batches == 1 else f", over {self.batches} batches"
