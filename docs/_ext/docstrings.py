@@ -37,6 +37,11 @@ _UNIONS = {
     "Flag": Flag,
     "AxisName": AxisName,
 }
+_CONSTANTS = {
+    "jmpx.mpx.BFLOAT16_MAX": "The largest number of bfloat16.",
+    "jmpx.mpx.FLOAT16_MAX": "The largest number of float16.",
+    "jmpx.mpx.HALF_PRECISION_DATATYPE": "float16, MPX's default half precision.",
+}
 _SPELLED = {stringify_annotation(union, "smart"): name for name, union in _UNIONS.items()}
 _PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
 
@@ -66,6 +71,8 @@ def to_restructured_text(text: str) -> str:
 
 def convert(app, what, name, obj, options, lines):
     """Converts the lines of a docstring in place."""
+    if name in _CONSTANTS:
+        lines[:] = [_CONSTANTS[name]]  # else those of its type
     lines[:] = to_restructured_text("\n".join(lines)).split("\n")
 
 
@@ -87,6 +94,7 @@ def hide_private_fields(app, what, name, obj, options, signature, return_annotat
 def _with_names(text: str) -> str:
     for spelled, name in _SPELLED.items():
         text = text.replace(spelled, name)
+    text = text.replace("Callable[[...], ~typing.Any]", "Callable").replace("[[...], ", "[..., ")
     return _CLASS.sub(r"\1", text).replace(_FLAGS, "flags.FLAGS")
 
 

@@ -59,35 +59,35 @@ def apply_policy(
     *,
     uncast: UncastLike = (),
 ) -> PyTree:
-    """Makes a function run in mixed precision, in the way that the policy says.
+    """Makes a function run in mixed precision under a policy.
 
-    The default part of a policy map says how it is applied:
+    The key `by` in the default part of the policy says how to apply it:
 
-    - `by=arguments` casts the floating arguments to the compute dtype before the call, and widens
-      the floating results to the output dtype where that is wider; it narrows none.
-    - `by=modules` runs Haiku and Linen as their `policies` do, and gives the function views of the
-      modules of Equinox and NNX among its arguments, as `with_policies` does.
-    - `by=operations` runs the function, whose first argument holds the parameters, under autocast.
+    - `by=arguments` casts the floating arguments to the compute dtype before the call. Floating
+      results that are narrower than the output dtype are widened to it.
+    - `by=modules` casts at the calls of modules: like `policies` for Haiku and Linen, and like
+      `with_policies` for Equinox and NNX modules among the arguments.
+    - `by=operations` runs it under autocast; its first argument has to hold the parameters.
 
     Without `by`, the rules decide; docs/which_way.md compares the three.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
             with arguments.
-        policy: all that `get_policy_map` takes, or a `MixedPrecision`. None means `half`, whose
-            dtype is looked up when the function is called.
-        uncast: the positions and names of arguments that are left as they are. By operations,
-            matrix products cast them, as they do all others.
+        policy: anything that `get_policy_map` takes, or a `MixedPrecision`. None means `half`,
+            whose dtype is looked up when the function is called.
+        uncast: the positions and names of arguments that are left as they are. With
+            `by=operations`, matmuls cast them anyway.
 
     Returns:
         A function with the arguments and results of `func`.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a string is not of the grammar; if a call lacks an argument of `uncast`.
+        ValueError: if a string does not follow the grammar, or a call lacks an `uncast` argument.
 
     Warns:
-        UserWarning: of rules without effect; when called, if there is nothing to cast, if something
+        UserWarning: if a rule has no effect; when called, if there is nothing to cast, if something
             inside casts arguments again, or if arrays of a model come back rounded.
 
     Example:

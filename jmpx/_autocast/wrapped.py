@@ -252,26 +252,26 @@ def autocast(
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
-    Matrix products and convolutions that were traced in float32 run in the compute dtype, what
-    needs range or digits in float32, and all else in the widest dtype of its operands, for which
-    inputs, parameters and constants do not count beside the results of products. It all happens
+    Matmuls and convolutions that were traced in float32 run in the compute dtype, operations that
+    need range or digits in float32, and all others in the widest dtype of their operands, where
+    inputs, parameters and constants do not count beside the results of matmuls. It all happens
     while JAX traces: put `jax.jit` around the train step. See docs/autocast.md.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
-    float32 output; for a whole loss, write `by=operations` in the policy of `apply_policy` or of a
-    gradient function. Inside of autocast of the same policies, this is a plain call.
+    float32 output. For a whole loss, write `by=operations` in the policy of `apply_policy` or of a
+    gradient function. Inside autocast of the same policy, it is a plain call.
 
     Args:
         fn: any callable of pytrees, modules of Equinox and NNX included; None to decorate with
             arguments.
-        policy: a policy map, or anything else that `get_policy_map` takes; only its compute dtypes
-            and its algorithms of products (`matmul`) count. Selectors are classes and paths of
-            modules, scopes of `jax.named_scope`, and operations (`op.exp`).
+        policy: anything that `get_policy_map` takes. Only its compute dtypes and its `matmul`
+            algorithms count. Selectors are classes and paths of modules, scopes of
+            `jax.named_scope`, and operations (`op.exp`).
         output: "traced" gives results the dtypes that they have without autocast, None leaves them
-            as they come, and a dtype casts the floating ones.
-        save: what the backward pass keeps: None leaves that to JAX; "products" keeps what weight
-            products and convolutions made, and computes the rest again; "products+attention" keeps
-            products of two activations, too, which takes more memory and less time.
+            as they are, and a dtype casts the floating ones.
+        save: what to keep for the backward pass. None leaves that to JAX. "products" keeps the
+            results of matmuls with weights and of convolutions, and recomputes the rest.
+            "products+attention" also keeps matmuls of two activations: more memory, less time.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is
@@ -283,8 +283,8 @@ def autocast(
             that it closes over, or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, of rules, algorithms and `save` without effect, and of products
-            that stay in float32 although the policy gives them 16 bits.
+        UserWarning: when called, if rules, algorithms or `save` have no effect, or if matmuls stay
+            in float32 although the policy gives them 16 bits.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx

@@ -48,25 +48,23 @@ _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float3
 def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
-    The parts are separated by semicolons. The part without a selector is the default, the policy of
-    the outermost call as a whole; left out, it is float32. It may also say how `jmpx.apply_policy`
-    and the gradient functions apply the map: `by=arguments`, `by=modules` or `by=operations`, and
-    `save=products` or `save=products+attention` beside the last, which save memory. Without `by`,
-    rules for classes or paths mean modules, rules for operations alone mean operations, and no
-    rules mean arguments.
+    Semicolons separate the parts. The part without a selector is the default: the policy of the
+    outermost call as a whole, float32 if left out. It may also say how `jmpx.apply_policy` and the
+    gradient functions apply the map: `by=arguments`, `by=modules` or `by=operations`. With the
+    last, `save=products` or `save=products+attention` saves memory. Without `by`, rules for classes
+    or paths mean modules, only rules for operations mean operations, and no rules mean arguments.
 
-    Every other part is a rule, `selector: policy`. A selector is a class name, such as `BatchNorm`
-    or, more precisely, `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which
-    contains `/` or `*`; or an operation, such as `op.exp`. If several rules match, the last one
-    applies. A question mark at the end of a selector (`BatchNorm?: full`) makes the rule optional:
-    no warning is given if it matches nothing. A rule sets only the fields that it names, and a
-    dtype without a key sets compute; `jmpx.types.Rule` says how the others are inherited. Rules for
-    modules and scopes may say `product=float32`: see there.
+    Every other part is a rule, `selector: policy`. A selector is a class name such as `BatchNorm`
+    or `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which contains `/` or `*`;
+    or an operation such as `op.exp`. If several rules match, the last one applies. A question mark
+    after a selector (`BatchNorm?: full`) makes the rule optional: no warning if it matches nothing.
+    A rule sets only the fields that it names, and a dtype without a key sets compute;
+    `jmpx.types.Rule` says how the others are inherited, and what `product=float32` does.
 
-    A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
-    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select` and
-    those of a policy. Each of these values may also be its string, and `policy` the string of a
-    whole map. A mapping that has the keys of a policy is the default.
+    In a mapping, the default is under `policy` and the list of rules under `rules`; `by` and `save`
+    stand beside these. The keys of a rule are `select` and those of a policy. Each value may also
+    be its string, and `policy` the string of a whole map. A mapping with only the keys of a policy
+    is the default.
 
     Args:
         policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map

@@ -97,14 +97,13 @@ ELSEWHERE = {
 def get_policy(policy: PolicyLike) -> Policy:
     """Parses a policy string, or reads a policy from a mapping.
 
-    A policy string consists of `key=value` parts, separated by commas, or of one dtype for
+    A policy string is a list of `key=value` parts with commas between them, or one dtype for
     parameters, computation and results. The keys are `p`, `param` or `params`; `c` or `compute`;
     `o` or `output`; `m` or `matmul`; `r` or `reduce`. Without its key, params is float32, compute
     is the dtype of params, and output is the dtype of compute; matmul and reduce are not set.
-    `Policy` says what each field means. The first three keys are JMP's grammar; Lightning's
-    precision strings, such as `bf16-mixed`, and Keras's, such as `mixed_float16`, are accepted,
-    too. White space and case are free. A mapping, such as a dict or an `ml_collections.ConfigDict`,
-    has the same keys.
+    `Policy` explains the fields. Spaces and case don't matter. Lightning's precision strings, such
+    as `bf16-mixed`, and Keras's, such as `mixed_float16`, work too. A mapping, such as a dict or an
+    `ml_collections.ConfigDict`, has the same keys.
 
     The dtype `half` is bfloat16 on TPU and float16 elsewhere. Parsing it starts JAX's backend, so
     a multi-host program must call `jax.distributed.initialize` first.

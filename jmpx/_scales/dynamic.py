@@ -30,26 +30,26 @@ from jmpx._scales.scaling import Scaling
 class DynamicLossScale(Scaling):
     """A loss scale that grows while gradients are finite and shrinks when they are not.
 
-    Every `period` finite steps the scale is multiplied by `factor`. A step with non-finite
-    gradients, an overflow, multiplies it by `backoff_factor`; with `hysteresis`, only if the steps
-    before it overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments
+    After every `period` finite steps, `factor` multiplies the scale. After an overflow, a step with
+    non-finite gradients, `backoff_factor` does; with `hysteresis`, only if enough steps before it
+    overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments
     (Micikevicius et al., arXiv 1710.03740).
 
-    As a pytree its leaves are `loss_scale` and `counter`; the other arguments are configuration. A
-    checkpoint therefore restores two numbers into a template, whose configuration holds: a restored
+    As a pytree, its leaves are `loss_scale` and `counter`. The other arguments are configuration,
+    so a checkpoint restores two numbers into a template that keeps its configuration. A restored
     scale beyond the template's bounds counts as the nearer bound.
 
     Args:
-        loss_scale: the factor to begin with: a number or an array of shape (), of any dtype. It is
-            kept within the two bounds below, as a float32 that is not weakly typed; a number as a
+        loss_scale: the initial factor: a number or an array of shape (), of any dtype. It is kept
+            between the two bounds below, as a float32 that is not weakly typed; a number becomes a
             NumPy array, so that no backend starts. An integer array is converted with a warning.
-            Other objects, such as a `jax.ShapeDtypeStruct` or a sharding, are kept as they are.
+            Other objects, such as a `jax.ShapeDtypeStruct` or a sharding, stay as they are.
         counter: finite steps since the scale last changed or a step overflowed; below 0, overflows
             in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
         period: finite steps from one growth to the next.
         factor: what the scale is multiplied by when it grows, up to 2**126.
-        min_loss_scale: the least scale, which may be less than 1, but not less than 2**-126.
-        max_loss_scale: the largest scale, at most 2**126, which None means.
+        min_loss_scale: the smallest scale: it may be below 1, but not below 2**-126.
+        max_loss_scale: the largest scale, at most 2**126. None means 2**126.
         backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row

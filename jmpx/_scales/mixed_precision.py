@@ -99,9 +99,9 @@ MixedPrecisionLike: TypeAlias = PolicyMapLike | MixedPrecision
 def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     """Parses a policy map and a loss scale, `"c=bf16,o=f32; LayerNorm: full | dynamic"`.
 
-    A bar separates the two; `get_policy_map` and `get_loss_scale` explain their grammars. Without
-    the bar, the loss scale is `auto`: a `DynamicLossScale` if the default policy or a rule computes
-    in float16, and a `NoOpLossScale` otherwise.
+    A bar separates them; `get_policy_map` and `get_loss_scale` explain their grammars. Without a
+    bar, the loss scale is `auto`: a `DynamicLossScale` if the default policy or a rule computes in
+    float16, and a `NoOpLossScale` otherwise.
 
     Args:
         spec: a string; or a mapping with the keys that `get_policy_map` reads, and `loss_scale`,

@@ -29,32 +29,33 @@ def filter_value_and_grad(
     """Makes a function that computes a loss and its gradients in mixed precision.
 
     It casts the arguments of `func` by the policy, scales the loss in float32, differentiates it
-    with respect to the first argument, takes the gradients to float32 and unscales them, checks
-    once whether all are finite, and adjusts the loss scale by that. NNX modules among the arguments
-    get their new state. Where a gradient is not finite, model state comes back as it was, but with
-    a `NoOpLossScale`; state elsewhere in aux is the caller's to select, by `jmpx.select_tree`.
+    with respect to the first argument, unscales the gradients in float32, checks once whether all
+    are finite, and adjusts the loss scale. NNX modules among the arguments get their new state. If
+    a gradient is not finite and there is a loss scale, model state stays as it was; select other
+    state in aux yourself, with `jmpx.select_tree`.
 
     Args:
         func: a function of pytrees that returns a loss, a floating scalar, or `(loss, aux)`. The
             floating and complex arrays in its first argument are differentiated.
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
-        policy: whatever `jmpx.apply_policy` takes, by which `func` runs; None means `half`. Its
-            reduce is the dtype in which gradients are summed over devices.
-        grad_dtype: the dtype of the gradients of floating parameters; None means that of each
-            parameter. With float32, parameters in 16 or 8 bits get gradients that were not rounded.
-        uncast: the position or the name of an argument that is not cast, or several of both, such
-            as targets that float16 cannot hold. Negative positions count from the end.
-        state_argnum: the position of model state whose new value `func` returns, as its aux or as
-            the first element of an aux that is a tuple. It is not cast and not split.
-        batch: a `jmpx.Batch`: micro-batches, and groups of a batch that `jax.jit` splits.
-        over: a `jmpx.Over`: the mapped axis over which value and gradients are averaged.
+        policy: anything that `jmpx.apply_policy` takes; None means `half`. Its reduce dtype is the
+            one in which gradients are summed over devices.
+        grad_dtype: the dtype of the gradients of floating parameters; None means the dtype of each
+            parameter. With float32, 16-bit and 8-bit parameters get gradients that were not
+            rounded.
+        uncast: the position or the name of an argument that is not cast, or several, such as
+            targets that float16 cannot hold. Negative positions count from the end.
+        state_argnum: the position of model state whose new value `func` returns as its aux, or as
+            the first element of an aux tuple. It is neither cast nor split.
+        batch: a `jmpx.Batch`: micro-batches, or a batch that `jax.jit` splits over devices.
+        over: a `jmpx.Over`: the mapped axis over which to average value and gradients.
 
     Returns:
-        A function with the arguments of `func` that returns a `ValueAndGradients`, which unpacks as
-        `(value, scaling, grads_finite, grads)`, with `has_aux` `(loss, aux)` as its value: the
-        unscaled loss in float32, the next loss scale, a bool array of shape (), and gradients of
-        the structure of the first argument, with None for what cannot be differentiated.
+        A function with the arguments of `func`. It returns a `ValueAndGradients`, which unpacks as
+        `(value, scaling, grads_finite, grads)`: the unscaled loss in float32 (with `has_aux`,
+        `(loss, aux)`), the next loss scale, a bool array of shape (), and gradients of the
+        structure of the first argument, with None for what cannot be differentiated.
 
     Raises:
         TypeError: if an option is unknown or of another type; when called, if `func` returns no
@@ -108,8 +109,8 @@ def filter_grad(
     The arguments, errors and warnings are those of `filter_value_and_grad`.
 
     Returns:
-        A function with the arguments of `func` that returns a `Gradients`, which unpacks as
-        `(scaling, grads_finite, grads)`, or, with `has_aux`, a `GradientsAndAux`, which unpacks as
+        A function with the arguments of `func`. It returns a `Gradients`, which unpacks as
+        `(scaling, grads_finite, grads)`, or with `has_aux` a `GradientsAndAux`, which unpacks as
         `(scaling, grads_finite, grads, aux)`.
     """
     return gradients_of(Options(func, scaling, has_aux, True, **options))

@@ -48,16 +48,16 @@ def skip_nonfinite(
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
-    A skipped step leaves the wrapped optimizer's state as it was, step counts and schedules
-    included, and returns updates of -0.0, which leave parameters as they were to the bit. Unlike
-    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped. Make
-    it the outermost transformation: the sum of an `optax.MultiSteps` around it stays non-finite
+    A skipped step leaves the wrapped optimizer's state unchanged, step counts and schedules
+    included, and returns updates of -0.0, which leave parameters unchanged to the bit. Unlike
+    `optax.apply_if_finite`, it never applies a non-finite update, however many it has skipped. Make
+    it the outermost transformation: in an `optax.MultiSteps` around it, the sum stays non-finite
     after one overflow, while `skip_nonfinite(optax.MultiSteps(optimizer, n))` skips one micro-step.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
-        skip_by: "where" or "cond", as in `optimizer_update`, which takes its own instead. A
-            `lax.cond` writes the updates to memory and reads them again, 8 bytes a parameter.
+        skip_by: "where" or "cond", as in `optimizer_update`, which uses its own setting instead. A
+            `lax.cond` writes the updates to memory and reads them again: 8 bytes per parameter.
 
     Returns:
         An optax gradient transformation with a `SkipNonfiniteState`, whose `update` takes an
@@ -144,9 +144,9 @@ def optimizer_update(
     """Takes an optimizer step, unless the gradients were not finite.
 
     Follows MPX's `optimizer_update` (arXiv 2507.03312, section 3.5), for any pytree. A skipped step
-    leaves model and optimizer state, step counts and schedules included, as they were to the bit.
-    An optimizer made by `skip_nonfinite` counts the skipped steps. Of one made by
-    `low_precision_params` the new parameters are taken as it rounds them.
+    leaves the model and the optimizer state, step counts and schedules included, unchanged to the
+    bit. An optimizer of `skip_nonfinite` counts the skipped steps. With `low_precision_params`, the
+    new parameters are as that optimizer rounds them.
 
     Args:
         model: any pytree; leaves for which `grads` holds None stay as they are. An NNX
@@ -156,14 +156,14 @@ def optimizer_update(
         optimizer_state: its state.
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
-        skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter;
-            "where" computes it and then selects, as it always is for a flag that is not traced or
-            varies over devices. None takes "cond" on CPUs and "where" elsewhere.
+        skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
+            "where" computes the update and then selects; a flag that is not traced or varies over
+            devices always selects. None means "cond" on CPUs and "where" elsewhere.
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
-        The new `(model, optimizer_state)`: the model's leaves in the dtypes that they had, those of
-        the state in the dtypes that optax gives them.
+        The new `(model, optimizer_state)`. The model's leaves keep their dtypes; those of the state
+        have the dtypes that optax gives them.
 
     Raises:
         TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
