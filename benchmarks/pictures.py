@@ -106,7 +106,7 @@ def layers() -> Any:
             ours = [record for record in found if record["implementation"] == way]
             line = sorted((record["layers"], record[key] / unit) for record in ours)
             axes.plot(*zip(*line, strict=True), marker="o", **look)
-            at = {"xytext": (-7, 6), "ha": "right"} if place == -1 else {"xytext": (7, -12)}
+            at: Any = {"xytext": (-7, 6), "ha": "right"} if place == -1 else {"xytext": (7, -12)}
             at |= {"textcoords": "offset points", "color": look["color"], "weight": "bold"}
             axes.annotate(words, line[place], **at)
         axes.set_xticks(sorted({record["layers"] for record in found}))
