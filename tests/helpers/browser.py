@@ -92,11 +92,11 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.call("Page.navigate", url="about:blank")
-        self.events.clear()
-        self.call("Page.navigate", url=url)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self._read(60)
+        for each in ("about:blank", url):
+            self.events.clear()
+            self.call("Page.navigate", url=each)
+            while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+                self._read(60)
         # What scripts do once the page is there, such as the requests that they make.
         script = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
         self.evaluate(script)
