@@ -136,8 +136,9 @@ def test_names_of_jmpx_lead_to_the_reference(pages):
 def test_the_reference_shows_types_and_leads_to_the_source(site, pages):
     sources = {link for link in pages["reference/gradients.html"].links if "_modules/" in link}
     assert any("optimizer_update" in link for link in sources)
-    text = (site / "reference" / "gradients.html").read_text()
-    assert re.search(r"grads_finite.{0,200}bool", text, re.DOTALL)
+    assert "types.html#MixedPrecisionLike" in pages["reference/gradients.html"].links
+    text = (site / "reference" / "storage.html").read_text()
+    assert re.search(r"debias.{0,200}bool", text, re.DOTALL)
 
 
 def test_the_first_page_has_the_contents_once_and_four_cards(site):
