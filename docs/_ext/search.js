@@ -5,7 +5,7 @@ const GUIDES = [ // of two that fit as well, the first
 ];
 
 var Scorer = {
-  objNameMatch: 37, // a name that is typed in full: above text of guides, below their titles
+  objNameMatch: 41, // a name that is typed in full: above headings of guides, below their titles
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
