@@ -1,11 +1,13 @@
 """Versions of the site side by side, and the address of the repository in it."""
 
+import contextlib
 import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT
@@ -78,6 +80,18 @@ def test_files_and_a_button_lead_to_the_repository(site):
     assert links == {URL, f"{URL}/blob/main/examples/train.py", f"{URL}/tree/main/examples"}
 
 
+def wait_for_page(browser, end):
+    """Waits until a page has followed another one; in between there is none to ask."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with contextlib.suppress(RuntimeError):
+            shown = browser.evaluate("[location.href, document.readyState]")
+            if shown[0].endswith(end) and shown[1] == "complete":
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"The browser did not arrive at {end}.")
+
+
 @pytest.mark.slow
 def test_a_reader_switches_between_versions(site, tmp_path):
     executable = find_chromium()
@@ -91,7 +105,7 @@ def test_a_reader_switches_between_versions(site, tmp_path):
     switch = """(() => {
         const select = document.querySelector(".version-switcher");
         select.value = "0.4";
-        select.dispatchEvent(new Event("change"));
+        setTimeout(() => select.dispatchEvent(new Event("change")), 50);
     })()"""
     at = (tmp_path / "sites" / "0.3").as_uri()
     with chromium(executable, str(tmp_path / "profile")) as browser:
@@ -102,5 +116,5 @@ def test_a_reader_switches_between_versions(site, tmp_path):
             browser.open_page(f"{at}/{page}.html")
             assert browser.evaluate(shown) == ["0.4 (latest)", "0.3*"]
             browser.evaluate(switch)
-            browser.wait_for(f"location.href.endsWith('/0.4/{target}.html')")
+            wait_for_page(browser, f"/0.4/{target}.html")
             assert browser.complaints() == []
