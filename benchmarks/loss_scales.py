@@ -6,6 +6,7 @@ The second run is the same one, whose parameters become NaN at step 300.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +60,19 @@ def run(broken):
 
 
 def draw(runs, path, ink, paper):
-    """Writes the picture in two colours for text and background."""
-    colours = {name: ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
-    colours |= {"xtick.color": ink, "ytick.color": ink, "figure.facecolor": paper}
-    with plt.rc_context({**colours, "axes.facecolor": paper, "font.size": 9}):
+    """Writes the picture in two colors for text and background."""
+    colors: dict[Any, Any] = {
+        name: ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")
+    }
+    colors |= {"xtick.color": ink, "ytick.color": ink, "figure.facecolor": paper}
+    with plt.rc_context({**colors, "axes.facecolor": paper, "font.size": 9}):
         figure, axes = plt.subplots(2, 2, figsize=(8, 4), sharex=True, sharey="row", dpi=150)
         for (above, below), (title, logged) in zip(axes.T, runs.items(), strict=True):
             above.plot([each["loss_scale"] for each in logged], color="#2F8FD0", lw=1.6)
             above.set_yscale("log", base=2)
             above.set_title(title, fontsize=10)
-            for name, colour in (("total_skipped", "#E69F00"), ("consecutive_skipped", "#D55E00")):
-                below.plot([each[name] for each in logged], color=colour, lw=1.6, label=name)
+            for name, color in (("total_skipped", "#E69F00"), ("consecutive_skipped", "#D55E00")):
+                below.plot([each[name] for each in logged], color=color, lw=1.6, label=name)
             below.set_yscale("symlog", linthresh=10)
             below.set_yticks([0, 5, 10, 100, 300], ["0", "5", "10", "100", "300"])
             below.set_xlabel("step")

@@ -129,8 +129,10 @@ def test_shards_are_gathered_under_shard_map(rng):
     )
     with jax.set_mesh(mesh):
         placed = jax.device_put((params, x), P("data"))
-        specs = {"in_specs": P("data"), "out_specs": P("data")}
-        found = jax.jit(jax.shard_map(lambda *args: run(*args).grads, **specs))(*placed)
+        mapped = jax.shard_map(
+            lambda *args: run(*args).grads, in_specs=P("data"), out_specs=P("data")
+        )
+        found = jax.jit(mapped)(*placed)
     for name, grad in found.items():
         np.testing.assert_allclose(np.asarray(grad), expected[name], rtol=0.05, atol=5e-3)
         assert grad.dtype == jnp.float32 and jax.typeof(grad).sharding.spec[0] == "data"
