@@ -13,6 +13,8 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if tqdm is None:  # outside of the handler, which would show in the traceback of the report
         yield lambda: None
         return
     with tqdm(desc=what, total=total, leave=False, delay=2) as bar:

@@ -223,8 +223,9 @@ def _try_strings(
     if strings.error(given) > bound:
         written = _searched(strings, new_search(), base, given, bound)
     if strings.error(written) <= bound and base.way == "operations" and base.save is None:
-        default, *rules = written.split(";", 1)
-        strings.error(";".join([f"{default},save=products", *rules]))
+        for text in (given, written):  # without rules, too, to see what they cost
+            default, *rules = text.split(";", 1)
+            strings.error(";".join([f"{default},save=products", *rules]))
 
 
 def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
