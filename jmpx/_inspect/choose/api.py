@@ -26,7 +26,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 
 _AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
-_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most eight
+_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most nine
 
 
 def choose(
@@ -45,7 +45,7 @@ def choose(
     Modules and scopes are ordered by what their roundings cost (see `jmpx.inspect.blame`), then the
     operations outside of them. One compiled program, whose mask says what rounds, tries sets of
     them. A part is taken if it lowers the error by more than batches differ by chance. At most
-    eight strings are then run and compiled as written, so no number in the report is an
+    nine strings are then run and compiled as written, so no number in the report is an
     estimate.
 
     Args:
