@@ -79,6 +79,24 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works(facto
     assert jmpx.inspect.first_nonfinite(step)(PARAMS, lower, X * factor) is None
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("policy", ["by=modules,c=f16,o=f32", "by=operations,c=f16"])
+def test_a_large_scale_is_found_beside_a_model_of_each_framework(framework, policy):
+    run, model, *_ = FRAMEWORKS[framework]
+    x = normal(np.random.default_rng(0), 2, 3)
+
+    def loss_fn(model, x):
+        return jnp.mean(run(model, x).astype(jnp.float32) ** 2)
+
+    def step(model, scale, x):
+        return jmpx.filter_grad(loss_fn, scale, policy=policy)(model, x)
+
+    found = find(step, model, jmpx.DynamicLossScale(2.0**40), x)
+    lower = jmpx.get_loss_scale(found.rule)
+    assert found.is_backward and found.loss_scale == 2.0**40
+    assert jmpx.inspect.first_nonfinite(step)(model, lower, x) is None
+
+
 @pytest.mark.parametrize(
     "scale", [jmpx.StaticLossScale(2**18), jmpx.DynamicLossScale(jnp.float32(2**18))]
 )
