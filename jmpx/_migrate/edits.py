@@ -1,6 +1,7 @@
 """Rewrites the source of one module, with comments above what it is not sure of."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,9 +49,9 @@ def migrate_source(text: str) -> Migrated:
     """
     _, edits = _rewritten(text)
     text, edits = _rewritten(_with_comments(text, edits.marks))
-    lines = ((line, each.partition(COMMENT)) for line, each in enumerate(text.splitlines(), 1))
-    marks = tuple((line, words) for line, (_, mark, words) in lines if mark)
-    return Migrated(text, edits.count, marks)
+    lines = ((line, each.strip()) for line, each in enumerate(_lines(text), 1))
+    marks = ((line, each.removeprefix(COMMENT)) for line, each in lines if each.startswith(COMMENT))
+    return Migrated(text, edits.count, tuple(marks))
 
 
 def _rewritten(text: str) -> tuple[str, "_Edits"]:
@@ -71,13 +72,19 @@ def _rewritten(text: str) -> tuple[str, "_Edits"]:
     return tree.code, edits
 
 
+def _lines(text: str) -> list[str]:
+    """Returns the lines of a program, with their ends: a form feed ends none."""
+    return re.findall(r".*\n|.+", text)
+
+
 def _with_comments(text: str, marks: Sequence[tuple[int, str]]) -> str:
     """Returns the text with a comment above each marked line, unless it is there already."""
-    lines = text.splitlines(keepends=True)
+    lines = _lines(text)
     for line, words in sorted(set(marks), reverse=True):
         code = lines[line - 1]
         indent = code[: len(code) - len(code.lstrip())]
-        comment = f"{indent}{COMMENT}{words}\n"
+        end = "\r\n" if code.endswith("\r\n") else "\n"
+        comment = f"{indent}{COMMENT}{words}{end}"
         above = lines[: line - 1]
         while above and above[-1] != comment and COMMENT in above[-1]:
             above.pop()  # another mark of the same line

@@ -29,11 +29,12 @@ class File:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
     def write(self) -> None:
-        """Replaces the file at once, with its mode kept."""
-        with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as new:
+        """Replaces the file at once, with its mode kept; of a link, the file that it leads to."""
+        path = self.path.resolve()
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as new:
             new.write(self.after.encode(errors="surrogateescape"))
-        os.chmod(new.name, self.path.stat().st_mode)
-        os.replace(new.name, self.path)
+        os.chmod(new.name, path.stat().st_mode)
+        os.replace(new.name, path)
 
 
 def migrate_files(paths: Iterable[str], write: bool) -> Iterator[str]:

@@ -186,6 +186,24 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
     assert migrate_source(migrated.text) == migrated
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_comment_has_the_place_and_the_line_end_of_its_line(end):
+    lines = ["import jmpx", "\f", 's = "\x1c"', f's = "{COMMENT}in a string"', "if s:"]
+    before = end.join([*lines, "    jmpx.nothing", ""])
+    after = end.join([*lines, f"    {COMMENT}jmpx has no nothing", "    jmpx.nothing", ""])
+    migrated = migrate_source(before)
+    assert migrated.text == after and migrated.marks == ((6, "jmpx has no nothing"),)
+    assert migrate_source(after) == migrated
+
+
+def test_a_link_stays_one(tmp_path, capsys):
+    (tmp_path / "real").write_text("import jmp\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "real")
+    assert lines_of(capsys, tmp_path / "link.py", "--write")[0] == 0
+    assert (tmp_path / "link.py").is_symlink()
+    assert (tmp_path / "real").read_text() == "import jmpx\n"
+
+
 @pytest.mark.parametrize(("function", "argument"), GONE)
 def test_each_argument_that_is_gone_is_marked(function, argument):
     (_, words) = migrate_source(f"import jmpx\njmpx.{function}(f, {argument}=1)\n").marks[0]

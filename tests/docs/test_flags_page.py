@@ -84,6 +84,6 @@ def test_the_program_for_hydra_reads_its_configuration(group, first, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("line", HYDRA)
 def test_hydra_takes_the_overrides(line, folder):
-    pytest.importorskip("hydra", reason="hydra-core is in no extra")
+    pytest.importorskip("hydra", reason="hydra-core is in the test extra")
     assert len(HYDRA) == 8
     assert run(line, folder).count("params=float32") >= 2

@@ -45,8 +45,9 @@ def _scale_of(program: Program) -> _Scale | None:
     indices = tuple(i for i, array in enumerate(program.arrays) if id(array) in ids)
     numbers = {float(scale.loss_scale) for scale in found}
     if found and not indices:  # beside an NNX module, arguments are copied; names stay
-        named = enumerate(program.names)
-        indices = tuple(i for i, name in named if name.endswith(".loss_scale"))
+        named = enumerate(zip(program.names, program.arrays, strict=True))
+        is_named = lambda name, array: name.endswith(".loss_scale") and not np.ndim(array)  # noqa: E731
+        indices = tuple(i for i, each in named if is_named(*each) and float(each[1]) in numbers)
     if len(numbers) != 1 or not indices:
         return None
     return _Scale(numbers.pop(), max(scale.min_loss_scale for scale in found), indices)
