@@ -2,42 +2,46 @@
 
 import collections
 import contextlib
-from collections.abc import Callable
+import functools
+from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from helpers import enable_x64
-from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, gradients, in_words_of
+from helpers import enable_x64, zoo
 from helpers.products import default_precision, products_of
+from jax import lax
 
 import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
-every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
-
+every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+KEY = jax.random.key(0)
 X3 = "bf16 f32 x3"
+BATCH = 2
+# The inputs and outputs of the layers of `zoo.nested`.
+WIDTHS = {"first": {3, 4}, "inner": {4, 5}, "outer": {5, 6}, "head": {6, 7}}
 # The policy map -> the dtype of the products of the layers first, inner, outer and head, and how
 # they multiply. The layers inner and outer are in the block.
 MAPS = {
     "c=bf16,o=f32; */block: c=f32,m=highest; */head: full": (
         "bf16 DEFAULT, f32 HIGHEST, f32 HIGHEST, f32 DEFAULT"
     ),
-    "c=bf16,o=f32; <Own>Block: c=f32,m=highest": (
+    "c=bf16,o=f32; <Inner>: c=f32,m=highest": (
         "bf16 DEFAULT, f32 HIGHEST, f32 HIGHEST, bf16 DEFAULT"
     ),
     # A rule for matmul alone makes a boundary, too: the dtypes are inherited.
     "c=bf16,o=f32; */block: m=highest": "bf16 DEFAULT, bf16 HIGHEST, bf16 HIGHEST, bf16 DEFAULT",
-    "full; */block: m=highest": "f32 DEFAULT, f32 HIGHEST, f32 HIGHEST, f32 DEFAULT",
     "full; */outer: m=high": "f32 DEFAULT, f32 DEFAULT, f32 HIGH, f32 DEFAULT",
     # The default, and rules that inherit it.
-    "p=f32,m=highest": "f32 HIGHEST, f32 HIGHEST, f32 HIGHEST, f32 HIGHEST",
     "c=bf16,o=f32,m=float32; */block: full; */outer: bf16": (
         "bf16 HIGHEST, f32 HIGHEST, bf16 HIGHEST, bf16 HIGHEST"
     ),
@@ -62,156 +66,81 @@ MAPS = {
 }
 
 
-def layers_of(f, *args):
+def squares(apply):
+    """Returns the gradient, in the model and the inputs, of a loss of results in float32."""
+    return jax.grad(lambda *args: jnp.sum(apply(*args).astype(jnp.float32) ** 2), (0, 1))
+
+
+@functools.cache
+def nested(framework):
+    return zoo.build(framework, zoo.nested, jnp.ones((BATCH, 3)), rng=np.random.default_rng(0))
+
+
+def layers_of(framework, policy_map):
     """Returns, for each layer, how its three products multiply: forward and twice backward."""
-    found = collections.defaultdict(list)
-    for product in products_of(f, *args):
-        sizes = product.sizes - {BATCH}
-        (name,) = [name for name, widths in WIDTHS.items() if set(widths) == sizes]
+    net, found = nested(framework), collections.defaultdict(list)
+    apply, model = net.split(net.under(net.words(policy_map)))
+    for product in products_of(squares(apply), model, jnp.ones((BATCH, 3))):
+        (name,) = [n for n, widths in WIDTHS.items() if widths == product.sizes - {BATCH}]
         found[name].append(f"{' '.join(sorted(product.dtypes))} {product.how}")
     assert {name: len(products) for name, products in found.items()} == dict.fromkeys(WIDTHS, 3)
     assert all(len(set(products)) == 1 for products in found.values()), found
     return ", ".join(found[name][0] for name in WIDTHS)
 
 
-@pytest.mark.sampled(5)
-@every_framework
-@pytest.mark.parametrize("policy_map", MAPS)
+@pytest.mark.parametrize(
+    ("framework", "policy_map"), [(zoo.FRAMEWORKS[i % 4], text) for i, text in enumerate(MAPS)]
+)
 def test_the_products_of_a_region_and_no_others_use_the_algorithm(framework, policy_map):
-    _, model, adapter, _ = FRAMEWORKS[framework]
-    program = gradients(adapter(in_words_of(framework, policy_map)), model)
-    assert layers_of(*program) == MAPS[policy_map]
+    assert layers_of(framework, policy_map) == MAPS[policy_map]
 
 
-@pytest.mark.sampled(2)
-@every_framework
+@pytest.mark.parametrize("framework", ["linen", "equinox"])
 def test_without_matmul_what_surrounds_holds(framework):
-    _, model, adapter, _ = FRAMEWORKS[framework]
-    program = gradients(adapter("c=bf16,o=f32; */block: full; */inner: m=high"), model)
     with jax.default_matmul_precision("highest"):
-        found = layers_of(*program)
-    assert found == "bf16 HIGHEST, f32 HIGH, f32 HIGHEST, bf16 HIGHEST"
-    with jax.default_matmul_precision("highest"):  # products in 16 bits get it back
-        program = gradients(adapter("p=f32,m=BF16_BF16_F32_X3; */block: bf16"), model)
-        assert layers_of(*program) == f"f32 {X3}, bf16 HIGHEST, bf16 HIGHEST, f32 {X3}"
+        found = layers_of(framework, "c=bf16,o=f32; */block: full; */inner: m=high")
+        assert found == "bf16 HIGHEST, f32 HIGH, f32 HIGHEST, bf16 HIGHEST"
+        # Products in 16 bits get it back.
+        found = layers_of(framework, "p=f32,m=BF16_BF16_F32_X3; */block: bf16")
+        assert found == f"f32 {X3}, bf16 HIGHEST, bf16 HIGHEST, f32 {X3}"
     assert default_precision() is None
 
 
-# One model in four frameworks: a net that calls its router by the code of a test, and the router
-# that computes by the code of a test.
+# A net that calls its router by the code of a test, and the router that computes by the code of a
+# test.
 
 
 def dot(x, w):
     return x @ w
 
 
-class HaikuRouter(hk.Module):
-    def __init__(self, compute):
-        super().__init__(name="router")
-        self.compute = compute
-
-    def __call__(self, x):
-        return self.compute(x, hk.get_parameter("w", (3, 3), init=jnp.ones))
+XS, CODE = jnp.ones((2, 3)), {"compute": dot, "call": lambda router, x: router(x)}
 
 
-class HaikuNet(hk.Module):
-    def __init__(self, compute, call):
-        super().__init__(name="net")
-        self.compute, self.call = compute, call
-
-    def __call__(self, x):
-        return self.call(HaikuRouter(self.compute), x)
+def router_body(m, x):
+    return CODE["compute"](x, m.param("w", 3, 3))
 
 
-class LinenRouter(nn.Module):
-    compute: Callable
+@functools.cache
+def routing(framework):
+    def body(m, x):
+        return CODE["call"](m.inner("router", router_body), x)
 
-    @nn.compact
-    def __call__(self, x):
-        return self.compute(x, self.param("w", nn.initializers.ones, (3, 3)))
-
-
-class LinenNet(nn.Module):
-    compute: Callable
-    call: Callable
-
-    @nn.compact
-    def __call__(self, x):
-        return self.call(LinenRouter(self.compute, name="router"), x)
+    return zoo.build(framework, body, XS, rng=np.random.default_rng(0))
 
 
-class NNXRouter(nnx.Module):
-    def __init__(self, compute):
-        self.w, self.compute = nnx.Param(jnp.ones((3, 3))), compute
+@pytest.fixture
+def routed(monkeypatch):
+    """Makes a function of an input: a net under a policy map; None for class policies alone."""
 
-    def __call__(self, x):
-        return self.compute(x, self.w[...])
+    def make(framework, policy_map, **code):
+        net = routing(framework)
+        for name, function in code.items():
+            monkeypatch.setitem(CODE, name, function)
+        apply = net.within(*filter(None, [policy_map]))
+        return lambda x: apply(net.model, x)
 
-
-class NNXNet(nnx.Module):
-    def __init__(self, compute, call):
-        self.router, self.call = NNXRouter(compute), call
-
-    def __call__(self, x):
-        return self.call(self.router, x)
-
-
-class EquinoxRouter(eqx.Module):
-    w: jax.Array
-    compute: Callable = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.compute(x, self.w)
-
-
-class EquinoxNet(eqx.Module):
-    router: EquinoxRouter
-    call: Callable = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.call(self.router, x)
-
-
-ROUTERS = {
-    "haiku": HaikuRouter,
-    "linen": LinenRouter,
-    "nnx": NNXRouter,
-    "equinox": EquinoxRouter,
-}
-XS = jnp.ones((2, 3))
-
-
-def call_it(router, x):
-    return router(x)
-
-
-def haiku_net(compute, call, x, policy_map):
-    network = hk.transform(lambda x: HaikuNet(compute, call)(x))
-    with jmpx.haiku.policies(policy_map) if policy_map else contextlib.nullcontext():
-        return network.apply({"net/router": {"w": jnp.ones((3, 3))}}, None, x)
-
-
-def linen_net(compute, call, x, policy_map):
-    with jmpx.flax.policies(policy_map):
-        params = {"router": {"w": jnp.ones((3, 3))}}
-        return LinenNet(compute, call).apply({"params": params}, x)
-
-
-def nnx_net(compute, call, x, policy_map):
-    return jmpx.flax.with_policies(NNXNet(compute, call), policy_map)(x)
-
-
-def equinox_net(compute, call, x, policy_map):
-    net = EquinoxNet(EquinoxRouter(jnp.ones((3, 3)), compute), call)
-    return jmpx.equinox.with_policies(net, policy_map)(x)
-
-
-NETS = {"haiku": haiku_net, "linen": linen_net, "nnx": nnx_net, "equinox": equinox_net}
-
-
-def routed(framework, policy_map, compute=dot, call=call_it):
-    """Returns a function of an input: a net under a policy map; None for class policies alone."""
-    return lambda x: NETS[framework](compute, call, x, policy_map)
+    return make
 
 
 def ways(f, *args):
@@ -222,78 +151,59 @@ def ways(f, *args):
 
 
 @every_framework
-def test_a_precision_of_ones_own_goes_before_the_policy(framework):
+def test_what_ones_own_code_says_goes_before_the_policy(framework, routed):
     def compute(x, w):
         return jnp.dot(x, w) + jnp.dot(x, w, precision="high")
 
-    run = routed(framework, "p=f32,m=highest", compute)
-    assert ways(run, XS) == ["f32 HIGHEST", "f32 HIGH"]
-
-
-@pytest.mark.sampled(3)
-@every_framework
-@pytest.mark.parametrize("rule", ["", "; */router: full", "; */router: m=high"])
-@pytest.mark.parametrize("matmul", ["highest", "BF16_BF16_F32_X3"])
-def test_a_context_of_ones_own_inside_a_region_holds_unless_a_rule_says_otherwise(
-    framework, matmul, rule
-):
     def call(router, x):
         with jax.default_matmul_precision("default"):
             return router(x)
 
-    run = routed(framework, f"p=f32,m={matmul}{rule}", call=call)
-    assert ways(run, XS) == ["f32 HIGH" if "m=" in rule else "f32 DEFAULT"]
+    assert ways(routed(framework, "p=f32,m=highest", compute=compute), XS) == [
+        "f32 HIGHEST",
+        "f32 HIGH",
+    ]
+    run = functools.partial(routed, framework, compute=dot, call=call)
+    assert ways(run("p=f32,m=BF16_BF16_F32_X3"), XS) == ["f32 DEFAULT"]
+    assert ways(run("p=f32,m=highest; */router: full"), XS) == ["f32 DEFAULT"]
+    assert ways(run("p=f32,m=highest; */router: m=high"), XS) == ["f32 HIGH"]
 
 
-@pytest.mark.sampled(2)
 @every_framework
-def test_a_jitted_function_is_traced_anew_in_another_region(framework):
+def test_a_jitted_function_is_traced_anew_in_another_region(framework, routed):
     jitted = jax.jit(dot)
     with_own_cast = jax.jit(jmpx.force_full_precision(dot))
 
     def both(x, w):
         return jitted(x, w) + with_own_cast(x, w)
 
-    found = [
-        ways(routed(framework, policy_map, both), XS)
-        for policy_map in ("c=bf16,m=highest", "bf16", "c=bf16,m=BF16_BF16_F32_X3", "c=bf16,m=high")
-    ]
-    assert found == [
-        ["bf16 HIGHEST", "f32 HIGHEST"],
-        ["bf16 DEFAULT", "f32 DEFAULT"],
-        ["bf16 DEFAULT", f"f32 {X3}"],
-        ["bf16 HIGH", "f32 HIGH"],
-    ]
-
-
-@pytest.mark.sampled(2)
-@every_framework
-def test_an_exception_ends_the_region(framework):
-    def compute(x, w):
-        raise RuntimeError("on purpose")
-
-    for policy_map in ("p=f32,m=highest", "p=f32,m=BF16_BF16_F32_X3"):
-        with pytest.raises(RuntimeError, match="on purpose"):
-            routed(framework, policy_map, compute)(XS)
-        assert default_precision() is None
-        assert ways(dot, XS, jnp.ones((3, 3))) == ["f32 DEFAULT"]
-        assert ways(jmpx.force_full_precision(dot), XS, jnp.ones((3, 3))) == ["f32 DEFAULT"]
+    for policy_map, expected in {
+        "c=bf16,m=highest": ["bf16 HIGHEST", "f32 HIGHEST"],
+        "bf16": ["bf16 DEFAULT", "f32 DEFAULT"],
+        "c=bf16,m=BF16_BF16_F32_X3": ["bf16 DEFAULT", f"f32 {X3}"],
+        "c=bf16,m=high": ["bf16 HIGH", "f32 HIGH"],
+    }.items():
+        assert ways(routed(framework, policy_map, compute=both), XS) == expected
 
 
 @every_framework
-def test_eager_calls_are_in_the_region_too(framework):
+def test_an_exception_ends_the_region_and_eager_calls_are_in_it(framework, routed):
     seen = []
 
     def compute(x, w):
         seen.append(default_precision())
-        return x @ w
+        raise RuntimeError("on purpose")
 
-    routed(framework, "full; */router: m=highest", compute)(XS)
-    assert seen == ["highest"]
+    for policy_map in ("full; */router: m=highest", "p=f32,m=BF16_BF16_F32_X3"):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            routed(framework, policy_map, compute=compute)(XS)
+        assert default_precision() is None
+    assert seen == ["highest", "BF16_BF16_F32_X3"]
+    assert ways(jmpx.force_full_precision(dot), XS, jnp.ones((3, 3))) == ["f32 DEFAULT"]
 
 
 @every_framework
-def test_an_algorithm_is_for_float32_alone(framework):
+def test_an_algorithm_is_for_float32_alone(framework, routed):
     # JAX would cast the operands to the dtypes of the algorithm, and lose digits in silence.
     with enable_x64():
         run = routed(framework, "p=f64,m=BF16_BF16_F32_X3; */router: m=F32_F32_F32")
@@ -303,8 +213,10 @@ def test_an_algorithm_is_for_float32_alone(framework):
 # Class policies
 
 
-def pushed(cls, policy):
-    return jmpx.push_policy(cls, policy)
+def class_of_router(framework):
+    if framework == "equinox":
+        return type(routing(framework).model.router)
+    return {"haiku": zoo.HaikuInner, "linen": zoo.LinenInner, "nnx": zoo.NNXInner}[framework]
 
 
 @contextlib.contextmanager
@@ -320,44 +232,49 @@ def set_and_cleared(cls, policy):
         jmpx.clear_policy(cls)
 
 
-@pytest.mark.sampled(7)
-@every_framework
-@pytest.mark.parametrize("attached", [pushed, set_and_cleared])
 @pytest.mark.parametrize(
-    ("policy", "found"),
+    ("framework", "attached", "policy", "policy_map", "found"),
     [
-        ("c=f32,m=highest", "f32 HIGHEST"),
-        ("c=bf16,m=highest", "bf16 HIGHEST"),
-        ("p=f32,m=BF16_BF16_F32_X3", f"f32 {X3}"),
-        ("c=bf16,m=BF16_BF16_F32_X3", "bf16 DEFAULT"),
+        ("haiku", jmpx.push_policy, "c=bf16,m=BF16_BF16_F32_X3", None, "bf16 DEFAULT"),
+        ("haiku", set_and_cleared, "p=f32,m=BF16_BF16_F32_X3", "full", f"f32 {X3}"),
+        ("linen", jmpx.push_policy, "c=f32,m=highest", "full", "f32 HIGHEST"),
+        ("linen", set_and_cleared, "c=bf16,m=highest", None, "bf16 HIGHEST"),
+        ("nnx", jmpx.push_policy, "p=f32,m=BF16_BF16_F32_X3", None, f"f32 {X3}"),
+        ("nnx", set_and_cleared, "c=bf16,m=BF16_BF16_F32_X3", "full", "bf16 DEFAULT"),
+        ("equinox", jmpx.push_policy, "c=bf16,m=highest", "full", "bf16 HIGHEST"),
+        ("equinox", set_and_cleared, "c=f32,m=highest", None, "f32 HIGHEST"),
     ],
 )
-@pytest.mark.parametrize("policy_map", [None, "full"])
-def test_a_class_policy_sets_the_algorithm(framework, attached, policy, found, policy_map):
+def test_a_class_policy_sets_the_algorithm(framework, attached, policy, policy_map, found, routed):
     def outside(router, x):
         y = router(x).astype(jnp.float32)
         return y @ jnp.ones((3, 3), y.dtype)
 
     run = routed(framework, policy_map, call=outside)
-    if (framework, attached, policy_map) == ("haiku", set_and_cleared, None):
-        found = f"{found.split()[0]} DEFAULT"  # Haiku alone casts, as the warning says
-    with attached(ROUTERS[framework], policy):
+    with attached(class_of_router(framework), policy):
         assert ways(run, XS) == [found, "f32 DEFAULT"]
     assert ways(run, XS) == ["f32 DEFAULT", "f32 DEFAULT"]
 
 
+def test_outside_of_contexts_haiku_alone_casts_by_a_class_policy_that_is_set():
+    net = routing("haiku")
+    with set_and_cleared(zoo.HaikuInner, "c=bf16,m=highest"):
+        assert ways(net.apply, net.model, XS) == ["bf16 DEFAULT"]
+    with jmpx.push_policy(zoo.HaikuInner, "c=bf16,m=highest"):
+        assert ways(net.apply, net.model, XS) == ["bf16 HIGHEST"]
+
+
 @every_framework
-def test_a_class_policy_without_matmul_inherits_it(framework):
+def test_a_class_policy_without_matmul_inherits_it(framework, routed):
     def compute(x, w):
         return x @ w + jmpx.force_full_precision(dot)(x, w)
 
-    with jmpx.push_policy(ROUTERS[framework], "c=bf16"):
-        run = routed(framework, "p=f32,m=highest", compute)
-        assert ways(run, XS) == ["bf16 HIGHEST", "f32 HIGHEST"]
-        run = routed(framework, "p=f32,m=BF16_BF16_F32_X3", compute)
-        assert ways(run, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
-        run = routed(framework, "full; */router: m=high", compute)  # a rule goes before it
-        assert ways(run, XS) == ["f32 HIGH", "f32 HIGH"]
+    run = functools.partial(routed, framework, compute=compute)
+    with jmpx.push_policy(class_of_router(framework), "c=bf16"):
+        assert ways(run("p=f32,m=highest"), XS) == ["bf16 HIGHEST", "f32 HIGHEST"]
+        assert ways(run("p=f32,m=BF16_BF16_F32_X3"), XS) == ["bf16 DEFAULT", f"f32 {X3}"]
+        # A rule goes before it.
+        assert ways(run("full; */router: m=high"), XS) == ["f32 HIGH", "f32 HIGH"]
 
 
 # What the page says of derivatives that the user's code defines.
@@ -371,15 +288,14 @@ def with_vjp(x, w):
 with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 
 
-@every_framework
-def test_jax_does_not_hand_it_on_to_a_custom_vjp(framework):
-    run = routed(framework, "full; */router: m=highest", with_vjp)
+def test_jax_does_not_hand_it_on_to_a_custom_vjp(routed):
+    run = routed("haiku", "full; */router: m=highest", compute=with_vjp)
     assert ways(run, XS) == ["f32 HIGHEST"]
     assert ways(jax.value_and_grad(lambda x: run(x).sum()), XS) == ["f32 HIGHEST", "f32 DEFAULT"]
 
 
 @every_framework
-def test_a_region_in_16_bits_inside_of_float32_code_with_a_dot_algorithm(framework):
+def test_a_region_in_16_bits_inside_of_float32_code_with_a_dot_algorithm(framework, routed):
     run = routed(framework, "c=bf16,o=f32")
 
     def loss(x):
@@ -390,3 +306,241 @@ def test_a_region_in_16_bits_inside_of_float32_code_with_a_dot_algorithm(framewo
     assert sorted(ways(gradient, XS)) == ["bf16 DEFAULT"] * 2 + [f"f32 {X3}"] * 2
     marked = jmpx.full_precision(loss, matmul="BF16_BF16_F32_X3")
     assert ways(marked, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
+
+
+# Convolutions follow the words, and JAX ignores dot algorithms for them. Each net has several
+# kinds, and one with a precision of its own, but for Equinox, whose layers take none.
+
+
+class LinenConvs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.ConvTranspose(3, (3,))(nn.Conv(3, (3,))(x))
+        return nn.Conv(3, (3,), precision="high")(x)
+
+
+class NNXConvs(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Conv(3, 3, (3,), rngs=rngs)
+        self.second = nnx.ConvTranspose(3, 3, (3,), rngs=rngs)
+        self.own = nnx.Conv(3, 3, (3,), precision="high", rngs=rngs)
+
+    def __call__(self, x):
+        return self.own(self.second(self.first(x)))
+
+
+class EquinoxConvs(eqx.Module):
+    first: eqx.nn.Conv1d
+    parts: eqx.nn.Sequential
+
+    def __call__(self, x):
+        return jax.vmap(lambda x: self.parts(self.first(x)))(x)
+
+
+def haiku_convs(x):
+    x = hk.DepthwiseConv1D(1, 3)(hk.Conv1DTranspose(3, 3)(hk.Conv1D(3, 3)(x)))
+    return hk.Conv1D(3, 3)(x, precision="high")
+
+
+def convolutions(framework, x):
+    if framework == "haiku":
+        net = hk.without_apply_rng(hk.transform(haiku_convs))
+        return zoo.Net(framework, net.apply, jax.eval_shape(net.init, KEY, x))
+    if framework == "linen":
+        return zoo.Net(framework, LinenConvs().apply, jax.eval_shape(LinenConvs().init, KEY, x))
+    if framework == "nnx":
+        return zoo.Net(framework, lambda model, x: model(x), NNXConvs())
+    transposed = eqx.nn.ConvTranspose1d(3, 3, 3, key=KEY)
+    model = EquinoxConvs(eqx.nn.Conv1d(3, 3, 3, key=KEY), eqx.nn.Sequential([transposed]))
+    return zoo.Net(framework, lambda model, x: model(x), model)
+
+
+@pytest.mark.parametrize(
+    ("framework", "policy_map", "dtype", "how"),
+    [
+        ("haiku", "p=f32,m=BF16_BF16_F32_X3", "f32", "DEFAULT"),
+        ("haiku", "c=bf16,m=highest", "bf16", "HIGHEST"),
+        ("linen", "p=f32,m=BF16_BF16_F32_X3; *: m=highest", "f32", "HIGHEST"),
+        ("nnx", "c=bf16,m=BF16_BF16_F32_X3", "bf16", "DEFAULT"),
+        ("equinox", "p=f32,m=BF16_BF16_F32_X3", "f32", "DEFAULT"),
+    ],
+)
+def test_convolutions_use_the_words(framework, policy_map, dtype, how):
+    x = jnp.ones((2, 3, 8) if framework == "equinox" else (2, 8, 3))
+    net = convolutions(framework, x)
+    apply, model = net.split(net.under(policy_map))
+    found = products_of(squares(apply), model, x)
+    own = {} if framework == "equinox" else {"HIGH": 3}
+    assert {product.operation for product in found} == {"convolution"}
+    assert {name for product in found for name in product.dtypes} == {dtype}
+    assert collections.Counter(product.how for product in found) == {
+        how: 9 if framework == "haiku" else 6,  # of each one forward, and two backward
+        **own,
+    }
+
+
+# The transformations of the frameworks: each net calls its routers by all of them.
+
+POLICY = "c=bf16,o=f32; *router: c=f32,m=highest; *head: full"
+OUTSIDE, INSIDE = "f32 DEFAULT", "f32 HIGHEST"
+
+
+def made(*args):
+    """An initializer with a product in it."""
+    shape, dtype = args[-2:]
+    return jnp.eye(3, dtype=dtype) @ jnp.ones(shape, dtype)
+
+
+def twice(f, x):
+    return lax.scan(lambda carry, _: (f(carry), None), x, None, length=2)[0]
+
+
+class HaikuLinear(hk.Module):
+    def __call__(self, x):
+        return x @ hk.get_parameter("w", (3, 3), init=made)
+
+
+HAIKU = {
+    "remat": lambda router, x: hk.remat(router)(x),
+    "vmap": lambda router, x: hk.vmap(router, split_rng=False)(x[None])[0],
+    "scan": lambda router, x: hk.scan(lambda c, _: (router(c), None), x, None, length=2)[0],
+    "cond": lambda router, x: hk.cond(x[0, 0] > 0, router, lambda x: x, x),
+    "map": lambda router, x: hk.map(router, x[None])[0],
+    # JAX has no gradient of it, so it is the last one, and is left out.
+    "fori_loop": lambda router, x: hk.fori_loop(0, 2, lambda _, x: router(x), x),
+}
+
+
+def haiku_net(lifts):
+    def net(x):
+        router, head = HaikuLinear("router"), HaikuLinear("head")
+        x = router(x)  # creates its parameter
+        for lift in lifts:
+            x = HAIKU[lift](router, x)
+        return head(x)
+
+    return hk.without_apply_rng(hk.transform(net))
+
+
+class LinenLinear(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", made, (3, 3), jnp.float32)
+
+
+class LinenSetup(nn.Module):
+    def setup(self):
+        self.w = self.param("w", made, (3, 3), jnp.float32)
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+class LinenStep(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x @ self.param("w", made, (3, 3), jnp.float32), None
+
+
+class LinenLifted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name, lift in [("call", lambda cls: cls), ("remat", nn.remat), ("jit", nn.jit)]:
+            x = lift(LinenLinear)(name=f"{name}_router")(x)
+        x = LinenSetup(name="setup_router")(x)
+        once = {"split_rngs": {"params": False}}
+        scan = nn.scan(LinenStep, variable_broadcast="params", length=2, **once)
+        x = scan(name="scan_router")(x, None)[0]
+        vmap = nn.vmap(LinenLinear, {"params": None}, **once)
+        return LinenLinear(name="head")(vmap(name="vmap_router")(x[None])[0])
+
+
+class NNXLinear(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((3, 3)))
+
+    def __call__(self, x):
+        return x @ self.w[...]
+
+
+def call_it(router, x):
+    return router(x)
+
+
+class NNXLifted(nnx.Module):
+    def __init__(self):
+        self.router, self.head = NNXLinear(), NNXLinear()
+
+    def __call__(self, x):
+        x = self.router(x)
+        x = nnx.remat(call_it)(self.router, x)
+        x = nnx.jit(call_it)(self.router, x)
+        x = nnx.vmap(call_it, in_axes=(None, 0))(self.router, x[None])[0]
+        carried = {"in_axes": (nnx.Carry, None), "out_axes": nnx.Carry, "length": 2}
+        x = nnx.scan(lambda x, router: router(x), **carried)(x, self.router)
+        return self.head(twice(self.router, x))
+
+
+class EquinoxLinear(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+class EquinoxLifted(eqx.Module):
+    router: EquinoxLinear
+    head: EquinoxLinear
+
+    def __call__(self, x):
+        router = self.router
+        for lifted in (router, eqx.filter_checkpoint(router), eqx.filter_jit(router)):
+            x = lifted(x)
+        x = eqx.filter_jit(router.__call__)(x)
+        x = eqx.filter_vmap(router)(x[None])[0]
+        x = eqx.filter_closure_convert(router, x)(x)
+        for kind in ("bounded", "checkpointed"):
+            step = lambda c: (router(c[0]), c[1] + 1)  # noqa: E731
+            x = eqxi.while_loop(lambda c: c[1] < 2, step, (x, 0), kind=kind, max_steps=2)[0]
+        return self.head(twice(router, x))
+
+
+def lifted(framework):
+    """Returns a net, and the number of its calls of routers."""
+    if framework == "haiku":
+        params: Any = {name: {"w": jnp.ones((3, 3))} for name in ("router", "head")}
+        return zoo.Net(framework, haiku_net(list(HAIKU)[:-1]).apply, params), 6
+    if framework == "linen":
+        shapes = jax.eval_shape(LinenLifted().init, KEY, XS)
+        return zoo.Net(framework, LinenLifted().apply, shapes), 6
+    if framework == "nnx":
+        return zoo.Net(framework, lambda model, x: model(x), NNXLifted()), 6
+    linear = EquinoxLinear(jnp.ones((3, 3)))
+    return zoo.Net(framework, lambda model, x: model(x), EquinoxLifted(linear, linear)), 9
+
+
+@every_framework
+def test_a_region_holds_through_the_transforms_of_a_framework(framework):
+    net, calls = lifted(framework)
+    apply, model = net.split(net.under(POLICY))
+    found = ways(squares(apply), model, XS)
+    assert found.count(OUTSIDE) == 3  # of the head
+    assert found.count(INSIDE) >= calls and set(found) == {OUTSIDE, INSIDE}
+
+
+def test_parameters_are_created_in_the_region():
+    def init_of(net, policies):
+        def init(key):
+            with policies(POLICY):
+                return net.init(key, XS)
+
+        return init
+
+    for net, policies, routers in (
+        (haiku_net(HAIKU), jmpx.haiku.policies, 1),
+        (LinenLifted(), jmpx.flax.policies, 6),
+    ):
+        found = ways(init_of(net, policies), KEY)
+        assert set(found) == {OUTSIDE, INSIDE} and found.count(INSIDE) >= routers
+        assert found.count(OUTSIDE) == 1  # made for the head; the result of its call is not read

@@ -45,18 +45,30 @@ class Net(NamedTuple):
 
     def under(self, policy: Any) -> Callable[..., Any]:
         """Returns `apply` inside of the framework's context, or on its view, of a policy map."""
-        if policy is None:
-            return self.apply
+        return self.apply if policy is None else self.within(policy)
+
+    def within(self, *policy: Any) -> Callable[..., Any]:
+        """As `under`; without a policy map, under the policies of classes alone."""
+        if self.framework == "haiku" and not policy:
+            return self.apply  # Haiku itself follows them
         if self.framework in ("haiku", "linen"):
             policies = getattr(jmpx, "haiku" if self.framework == "haiku" else "flax").policies
 
             def apply(model, *args):
-                with policies(policy):
+                with policies(*policy):
                     return self.apply(model, *args)
 
             return apply
         view = getattr(jmpx, "flax" if self.framework == "nnx" else "equinox").with_policies
-        return lambda model, *args: view(model, policy)(*args)
+        return lambda model, *args: view(model, *policy)(*args)
+
+    def split(self, apply: Callable[..., Any] | None = None) -> tuple[Callable[..., Any], Any]:
+        """Returns `apply`, or another function of a model, as one of a pytree, and that pytree."""
+        apply = self.apply if apply is None else apply
+        if self.framework != "nnx":
+            return apply, self.model
+        graph, state = nnx.split(self.model)
+        return lambda state, *args: apply(nnx.merge(graph, state), *args), state
 
     def words(self, text: str) -> str:
         """Spells `<Linear>` and the other classes of layers as the framework does."""
@@ -326,11 +338,24 @@ def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
             float32 numbers that 16 bits would round; by default they are as the framework
             initializes them.
     """
-    apply, model = _MAKERS[framework](body, jax.random.key(0), args)
-    if rng is not None:
-        draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), np.float32)  # noqa: E731
+    make = functools.partial(_MAKERS[framework], body, jax.random.key(0), args)
+    if rng is None:
+        return Net(framework, *make())
+    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), np.float32)  # noqa: E731
+    if framework == "nnx":
+        apply, model = make()
         model = jax.tree.map(lambda leaf: draw(leaf) if _is_floating(leaf) else leaf, model)
-    return Net(framework, apply, model)
+        return Net(framework, apply, model)
+    applies = []
+
+    def init():
+        apply, model = make()
+        applies.append(apply)
+        return model
+
+    # Traced, as an initializer that runs has each of its operations compiled.
+    model = jax.tree.map(draw, jax.eval_shape(init))
+    return Net(framework, applies[0], model)
 
 
 def _is_floating(leaf):
