@@ -6,7 +6,7 @@ A `.txt` file beside this one has programs with what they are told:
     ! ValueError: ...
 
 A program ends with a blank line. Lines from `! ` on are its messages, one each: an error, with its
-notes, a warning, or what a command prints before it exits. The file's first program, up to the
+notes, a warning, or what is printed to the standard error. The file's first program, up to the
 first blank line, is what all others start with. After a change of messages, write the files anew,
 and read the difference:
 
@@ -18,6 +18,8 @@ import functools
 import io
 import os
 import re
+import sys
+import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -69,7 +71,10 @@ def told(program: Program) -> list[str]:
     code = compile("\n" * (program.line - 1) + program.code, str(program.file), "exec")
     names = dict(beginning(program.file))
     printed, found = io.StringIO(), []
+    modules = dict(sys.modules)  # of which a program may hide one
     with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
         warnings.catch_warnings(record=True) as caught,
         contextlib.redirect_stderr(printed),
         contextlib.redirect_stdout(io.StringIO()),
@@ -78,7 +83,6 @@ def told(program: Program) -> list[str]:
         try:
             exec(code, names)
         except SystemExit as error:
-            found += [f"exit: {line}" for line in printed.getvalue().splitlines()]
             found.append(f"SystemExit: {error.code}")
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -86,6 +90,8 @@ def told(program: Program) -> list[str]:
             found += [f"{type(error).__name__}: {text}"]
             notes = [note for note in getattr(error, "__notes__", ()) if "---" not in note]
             found += [f"note: {note}" for note in notes]
+    sys.modules |= modules
+    found += [f"printed: {line}" for line in printed.getvalue().splitlines()]
     for each in caught:
         if issubclass(each.category, UserWarning):
             place = "" if Path(each.filename) == program.file else f" at {_plain(each.filename)}"
@@ -99,7 +105,7 @@ def _is_ours(file: str) -> bool:
 
 def _plain(text: str) -> str:
     """Returns a message as one line, without what differs between machines and runs."""
-    text = text.replace(f"{ROOT}/", "").replace("\n", "\\n")
+    text = re.sub(rf"[./]*{ROOT}/", "", text).replace("\n", "\\n")
     return re.sub(r"0x[0-9a-f]{6,}", "0x…", text).strip()
 
 

@@ -11,7 +11,6 @@ import gpu_vit
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import records
 import report
@@ -19,9 +18,6 @@ import steps
 import tpu_matmul
 from helpers import ROOT
 from models import MODELS, Zeros
-from steps import Point
-
-import jmpx
 
 TINY = MODELS["tiny"]
 DTYPES = (*steps.DTYPES, "bfloat16_scaled")
@@ -44,19 +40,6 @@ def printed(capsys):
 def test_vit_base_has_the_papers_size():
     params = jax.eval_shape(lambda: MODELS["base"].init(Zeros(np.random.PCG64())))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 86_567_656
-
-
-@pytest.mark.thorough
-def test_the_model_computes_in_the_dtype_of_its_parameters_but_for_its_islands(rng):
-    params, (images, _) = TINY.init(rng), TINY.batch(rng, 2)
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    logits = jax.eval_shape(TINY.apply, half, images.astype(jnp.bfloat16))
-    assert (logits.shape, logits.dtype) == ((2, 10), jnp.bfloat16)
-    x = np.full((1, 4), 300, np.float16) + np.arange(4, dtype=np.float16)  # squares overflow
-    norm = {"scale": np.ones(4, np.float16), "bias": np.zeros(4, np.float16)}
-    normal = TINY.normalized(norm, jnp.asarray(x))
-    assert normal.dtype == jnp.float16
-    np.testing.assert_allclose(normal[0], (np.arange(4) - 1.5) / 1.25**0.5, atol=1e-3)
 
 
 @pytest.mark.sampled(12)
@@ -203,51 +186,7 @@ def test_points_are_measured_once_and_printed(tmp_path, capsys):
     assert len(records.read(tmp_path / "lines.jsonl")) == 8  # these are kept nowhere
 
 
-# The others.
-
-
-@pytest.mark.thorough
-def test_float16_loses_gradients_without_a_loss_scale():
-    """Gradients shrink with the loss: one image is learned soonest, and float16 then loses most."""
-    adamw = optax.adamw(1e-4)
-    step, leaves, structure, batch = steps.trace(Point("handwritten", "float32"), TINY, 1, adamw)
-    compiled = step.lower().compile(gpu_vit.QUICK)
-    for _ in range(1600):
-        leaves, _ = compiled(leaves, *batch)
-    params, *_ = structure.unflatten(leaves)
-    loss, reference = jax.jit(jax.value_and_grad(TINY.loss))(params, *batch)
-    assert 0 < loss < np.log(10) / 10
-    nonzero = sum(int(jnp.count_nonzero(g)) for g in jax.tree.leaves(reference))
-    assert 3000 < nonzero < 3500
-
-    @jax.jit
-    @jmpx.inspect.emulate  # else XLA keeps more digits than the program says on a CPU
-    def lost(params, reference, scaling):
-        grads = jmpx.filter_grad(TINY.loss, scaling, policy="compute=float16")(params, *batch)[2]
-        zeros = jax.tree.map(lambda a, b: jnp.sum((a != 0) & (b == 0)), reference, grads)
-        return jnp.stack(jax.tree.leaves(zeros)).sum()
-
-    # A few entries are zero but for float32's rounding: no scale brings these back.
-    scales = map(jmpx.DynamicLossScale, (1.0, 2.0**15))
-    without, scaled = (int(lost(params, reference, scale)) / nonzero for scale in scales)
-    assert without > 0.005 and without > 5 * scaled
-
-
-PRODUCTS = steps.points(
-    ("handwritten", "jmpx", "autocast", "autocast_saved"), ("float32", *steps.LOW)
-)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("point", PRODUCTS, ids=" ".join)
-def test_products_lowered_for_cuda_have_16_bit_operands(point):
-    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[point.dtype]
-    # Forwards six products a block and two more, backwards twice as many but the images' own.
-    products = 3 * (6 * TINY.layers + 2) - 1
-    # Those of attention, which are no weight's, are not saved but computed again.
-    products += 2 * TINY.layers if point.implementation == "autocast_saved" else 0
-    lowered = steps.trace(point, TINY, 2).step.lower(lowering_platforms=("cuda",))
-    assert compiled_step.count_dots(lowered) == {f"{short} x {short}": products}
+# The pages.
 
 
 def test_the_pages_are_made_of_the_results():

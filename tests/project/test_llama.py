@@ -22,15 +22,6 @@ def test_the_models_have_as_many_parameters_as_their_names_say():
         assert sum(leaf.size for leaf in jax.tree.leaves(params)) == number
 
 
-@pytest.mark.thorough
-def test_a_score_depends_on_no_later_token(rng):
-    params, (text, _) = SMALL.init(rng), SMALL.batch(rng, 2)
-    changed = text.at[:, 20:].add(1) % SMALL.classes
-    scores, others = jax.jit(SMALL.apply)(params, text), jax.jit(SMALL.apply)(params, changed)
-    np.testing.assert_allclose(scores[:, :20], others[:, :20], rtol=1e-5)
-    assert np.abs(scores[:, 20:] - others[:, 20:]).min(axis=-1).max() > 0
-
-
 def test_attention_equals_that_of_numpy_in_float64(rng):
     layer = SMALL._layer(rng)
     x = rng.normal(size=(1, 8, SMALL.width))
@@ -80,13 +71,6 @@ def test_the_table_has_a_row_for_each_line_that_fits():
     found += [{"size": "1B", "way": "float32", "status": "oom"}]
     _, _, row = llama.table(found).splitlines()
     assert row == "| by hand | 9 | 1,234 bf16 | 5 f32 |  | 1.0 | 0.5 | 70 |"
-
-
-def test_8b_is_measured_when_asked_for(capsys, tmp_path):
-    for only, chips in (("1B", "64"), ("8B", "256")):
-        llama.main(["--list", f"--out={tmp_path / 'none'}", "--only", only])
-        listed = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-        assert [line[1:] for line in listed] == [[only, chips, way] for way in llama.WAYS]
 
 
 @pytest.mark.slow  # a compiler of its own
