@@ -1,17 +1,23 @@
-"""Arguments and results of a function under autocast: NumPy, numbers, weak types, no arrays."""
+"""Arguments and results of a function under autocast; what is traced again, kept and freed."""
 
 import functools
+import gc
+import weakref
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F32, assert_same_bits, dtypes, enable_x64, normal
-from helpers.autocast import assert_near, check
+from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal
+from helpers.autocast import assert_near, assert_ran, check, dtypes_of, eleven, seven
 from jax import lax
 
 import jmpx
+
+# Other tests are about these warnings.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
+)
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
@@ -24,23 +30,15 @@ def test_output(rng, compute):
     assert f(f"c={compute}")(w, x)[2:] == ("text", 3.5, None)
 
 
-def test_it_keeps_name_and_docstring():
-    @jmpx.autocast
-    def f(x):
-        """Squares."""
-        return x * x
-
-    assert (f.__name__, f.__doc__) == ("f", "Squares.")
-
-
-def test_it_decorates_with_arguments(rng):
+def test_it_decorates(rng):
     @jmpx.autocast(policy="c=f16; op.tanh: f32", output=None)
     def f(x):
         """Squares."""
         return x @ x, jnp.tanh(x @ x)
 
-    assert [y.dtype for y in f(normal(rng, 2, 2))] == [jnp.float16, F32]
+    assert [y.dtype for y in f(normal(rng, 2, 2))] == [F16, F32]
     assert (f.__name__, f.__doc__) == ("f", "Squares.")
+    assert jmpx.autocast(f).__name__ == "f"
 
 
 def test_static_arguments(pair):
@@ -64,19 +62,6 @@ def test_leaves_that_are_no_arrays_pass(pair):
     assert result[1:] == reference[1:]
     assert all(type(a) is type(b) for a, b in zip(result[1:], reference[1:], strict=True))
     assert_near(result[0], reference[0])
-
-
-@pytest.mark.parametrize(
-    "x",
-    [np.ones((2, 2), np.float32), np.float32(3), np.ones((2, 2)), np.int32(3), np.array(True)],
-    ids=lambda x: f"{x.dtype}{list(x.shape)}",
-)
-def test_numpy_inputs(x):
-    def f(x):
-        x = jnp.asarray(x)
-        return x, x + x, jnp.eye(2, dtype=F32) @ jnp.ones((2, 2), F32)
-
-    assert_same_bits(jmpx.autocast(f)(x), jax.tree.map(jnp.asarray, f(x)))
 
 
 def test_arrays_of_no_size():
@@ -106,12 +91,8 @@ def test_weakly_typed_numbers_stay_so_inside(pair):
     check(f, jnp.asarray(0.5), pair[0], dot_general="bfloat16")
 
 
-# Arguments of NumPy.
-
 NUMPY = {
-    "one_hot": (lambda i: jax.nn.one_hot(i, 3, dtype=F32), [np.array([0, 2])]),
     "take": (lambda x, i: jnp.take(x, i, axis=0), [np.eye(3), np.array([1, 0])]),
-    "relu": (jax.nn.relu, [np.linspace(-1, 1, 5)]),
     "matmul": (lambda x, w: x @ w, [np.eye(3), np.full((3, 3), 0.5, np.float32).astype(float)]),
     "with float32": (
         lambda x, n: x * n.astype(x.dtype),
@@ -124,33 +105,115 @@ NUMPY = {
     "numpy.bool": (lambda b: ~b, [np.bool_(True)]),
     "untouched": (lambda x: x, [np.arange(3)]),
     "in a tree": (lambda tree: tree["i"] + 1, [{"i": np.arange(3), "name": "a", "n": 3}]),
-    "under grad": (
-        lambda x, i: jax.grad(lambda x: (x[i] ** 2).sum())(x),
-        [np.arange(3.0), np.array([0, 2])],
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:No product runs in 16 bits")  # of float64
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("policy", ["c=bf16", "c=full"])
 @pytest.mark.parametrize("name", NUMPY)
-def test_arguments_of_numpy_are_as_wide_as_jax_makes_them(name, policy):
+def test_arguments_of_numpy_are_as_wide_as_jax_makes_them(name):
     fn, args = NUMPY[name]
-    for x64 in (False, True):
+    for x64, policy in ((False, "c=full"), (True, "c=bf16")):
         with enable_x64() if x64 else jax.numpy_dtype_promotion("strict"):
-            arrays = [jax.tree.map(lambda a: a if isinstance(a, str) else jnp.asarray(a), args)]
-            expected = fn(*arrays[0])
-            got = jmpx.autocast(fn, policy)(*args)
+            arrays = jax.tree.map(lambda a: a if isinstance(a, str) else jnp.asarray(a), args)
+            expected, got = fn(*arrays), jmpx.autocast(fn, policy)(*args)
             assert got.dtype == expected.dtype
-            np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-2)
-            if policy == "c=full":
+            if policy == "c=full" or name != "matmul":
                 np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
-@pytest.mark.parametrize("policy", ["c=bf16", "c=full"])
-def test_an_embedding_of_numpy_integers(policy):
-    module, tokens = nn.Embed(5, 2), np.array([[1, 4], [0, 1]])
-    params = module.init(jax.random.key(0), tokens)
-    got = jmpx.autocast(module.apply, policy)(params, tokens)
-    np.testing.assert_allclose(got, module.apply(params, tokens), rtol=1e-2)  # pyright: ignore[reportArgumentType, reportCallIssue]
+# What is traced again, what is kept, and what is freed.
+
+
+def test_a_jitted_function_is_called_often_and_in_several_dtypes(pair):
+    @jax.jit
+    def shared(x, w):
+        return x @ w
+
+    def many(x, w):
+        low = shared(x.astype(BF16), w.astype(BF16))
+        return (
+            shared(x, w),
+            shared(w, x),
+            shared(shared(x, w), w),
+            low,
+            shared(x.astype(F16), w.astype(F16)),
+            shared(x, w),
+        )
+
+    check(many, *pair, dot_general="bfloat16 float16")
+    cast = jmpx.autocast(lambda x, w: shared(x, w) + shared(w, x))
+    calls = [e for e in jax.make_jaxpr(cast)(*pair).eqns if e.params.get("name") == "shared"]
+    assert len(calls) == 2 and calls[0].params["jaxpr"] is calls[1].params["jaxpr"]
+    outside = jax.jit(jmpx.autocast(shared))
+    for dtype in (F32, BF16, F16, jnp.int32, F32):
+        assert jax.eval_shape(outside, *(v.astype(dtype) for v in pair)).dtype == dtype
+
+
+def test_what_changed_since_the_last_call_is_seen(pair):
+    state = {"scale": 1.0}
+    cast = jmpx.autocast(lambda x, w: (x @ w) * state["scale"])
+    before = cast(*pair)
+    state["scale"] = 3.0
+    assert_near(cast(*pair), 3 * before)
+    assert_ran(cast, *pair, dot_general="bfloat16")
+    inner = jax.jit(jnp.matmul)
+    cast = jmpx.autocast(lambda x, w: inner(x, w))
+    assert_ran(cast, *pair, dot_general="bfloat16")
+    with jax.default_matmul_precision("highest"):
+        assert_ran(cast, *pair, dot_general="float32")
+        assert_same_bits(jax.jit(cast)(*pair), jax.jit(lambda x, w: inner(x, w))(*pair))
+    assert_ran(cast, *pair, dot_general="bfloat16")
+
+
+def many_things(x, w):
+    """jit, scan, cond, custom rules, a checkpoint and a mask in one function."""
+
+    @jax.jit
+    def layer(x):
+        return jax.nn.relu(x @ w)
+
+    x, _ = lax.scan(lambda c, _: (jax.checkpoint(layer)(c), None), x, None, length=2)
+    x = lax.cond(x[0, 0] > 0, lambda: seven(x, w), lambda: eleven(x, w))
+    return jnp.where(w > 0, x, -1e9).sum()
+
+
+def test_no_tracer_leaks(pair):
+    gc.freeze()  # the search for leaks collects garbage at each trace: only that of this test
+    try:
+        with jax.checking_leaks():
+            slope = jax.grad(jmpx.autocast(many_things))
+            assert "bfloat16" in dtypes_of(slope, *pair)["dot_general"]
+    finally:
+        gc.unfreeze()
+
+
+def test_jax_checks_its_own_invariants(pair):
+    with jax.enable_checks(True):
+        slope = jmpx.autocast(jax.grad(many_things))
+        assert "bfloat16" in dtypes_of(slope, *pair)["dot_general"]
+
+
+@pytest.mark.thorough
+@pytest.mark.versions
+def test_what_a_function_captured_is_freed(pair):
+    def call():
+        captured = jnp.array(pair[1])
+
+        def f(x):
+            spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            h = jax.pure_callback(lambda h: h * np.asarray(captured), spec, x @ x)
+            return jax.nn.relu(h @ captured)
+
+        jax.jit(jmpx.autocast(jax.jit(f)))(pair[0])
+        return weakref.ref(captured)
+
+    captured = call()
+    gc.collect()
+    assert captured() is None
+
+
+def test_a_captured_constant_stays_a_constant(pair):
+    big = np.ones((4, 1000), np.float32)
+    x, _ = pair
+    result = check(lambda x: jax.jit(lambda x: x @ big + x @ jnp.asarray(big))(x), x)
+    assert result.shape == (4, 1000)
+    assert "1.0, 1.0" not in str(jax.make_jaxpr(jmpx.autocast(lambda x: x @ big))(x))

@@ -23,28 +23,6 @@ def log_of(h):
     return jnp.log(h)  # the culprit
 
 
-@jax.custom_jvp
-def by_hand(h):
-    return jnp.tanh(h)
-
-
-@by_hand.defjvp
-def rule_by_hand(primals, tangents):
-    return by_hand(*primals), jnp.log(primals[0]) * tangents[0]
-
-
-def in_jit(h):
-    return jax.jit(lambda h: jax.jit(log_of)(h))(h)
-
-
-def in_scan(h):
-    return lax.scan(lambda c, row: (c, log_of(row)), 0, h)[1]
-
-
-def in_cond(h):
-    return lax.cond(h[0, 0] < 99, log_of, jnp.tanh, h)
-
-
 def notes_of(error):
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("jmpx")]
 
@@ -68,35 +46,49 @@ def of_negative(fn):
     return loss
 
 
-TRANSFORMS = {
-    "eager": lambda f: jmpx.autocast(f),
-    "jit": lambda f: jax.jit(jmpx.autocast(f)),
-    "value_and_grad": lambda f: jax.value_and_grad(jmpx.autocast(f)),
-    "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(jmpx.autocast(f))),
-    "autocast of value_and_grad": lambda f: jmpx.autocast(jax.value_and_grad(f)),
-    "float32": lambda f: jmpx.autocast(f, "c=full"),
-    "twice": lambda f: jmpx.autocast(jmpx.autocast(f)),
-    "vmap": lambda f: lambda x: jax.vmap(jmpx.autocast(f))(x[None]),
+def in_scan(h):
+    return lax.scan(lambda c, row: (c, log_of(row)), 0, h)[1]
+
+
+def in_cond(h):
+    return lax.cond(h[0, 0] < 99, log_of, jnp.tanh, h)
+
+
+# How autocast meets the line: the function of a product, and whether its line is known. JAX loses
+# that of an operation in a loop, a branch or a checkpoint.
+CASES = {
+    "eager": (lambda f: jmpx.autocast(f), log_of, True),
+    "jit of grad": (lambda f: jax.jit(jax.grad(jmpx.autocast(f))), log_of, True),
+    "autocast of value_and_grad": (lambda f: jmpx.autocast(jax.value_and_grad(f)), log_of, True),
+    "float32": (lambda f: jmpx.autocast(f, "c=full"), log_of, True),
+    "vmap": (lambda f: lambda x: jax.vmap(jmpx.autocast(f))(x[None]), log_of, True),
+    "jit within": (jmpx.autocast, lambda h: jax.jit(lambda h: jax.jit(log_of)(h))(h), True),
+    "scan": (jmpx.autocast, in_scan, False),
+    "cond": (jmpx.autocast, in_cond, False),
+    "checkpoint": (jmpx.autocast, jax.checkpoint(log_of), False),
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_nan_names_the_line_that_made_it(transform):
-    f = TRANSFORMS[transform](of_negative(log_of))
+@pytest.mark.parametrize("name", CASES)
+def test_a_nan_names_the_line_that_made_it(name):
+    transform, inner, is_known = CASES[name]
+    f = transform(of_negative(inner))
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
         jax.block_until_ready(f(jnp.ones((2, 2), jnp.float32)))
-    assert_names(caught.value, "log_of")
-
-
-@pytest.mark.parametrize("nested", [in_jit, in_scan, in_cond, jax.checkpoint(log_of)])
-def test_a_nan_within_nested_functions(nested):
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
-        jmpx.autocast(of_negative(nested))(jnp.ones((2, 2), jnp.float32))
+    if is_known:
+        assert_names(caught.value, "log_of")
     (note,) = notes_of(caught.value)
     assert str(HERE) in note
-    if nested is in_jit:
-        assert_names(caught.value, "log_of")
+
+
+@jax.custom_jvp
+def by_hand(h):
+    return jnp.tanh(h)
+
+
+@by_hand.defjvp
+def rule_by_hand(primals, tangents):
+    return by_hand(*primals), jnp.log(primals[0]) * tangents[0]
 
 
 def test_a_nan_of_a_rule_set_by_hand_names_the_line_that_calls_its_function():
@@ -147,17 +139,9 @@ def of_haiku(x):
     return lambda x: jmpx.autocast(network.apply)(params, None, x), "norm"
 
 
-def of_equinox(x):
-    norm = eqx.nn.LayerNorm(2, eps=-9.0)
-
-    def apply(x):
-        return jax.vmap(norm)(x)  # the culprit
-
-    return jmpx.autocast(apply), "apply"
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("library", [of_linen, of_haiku, of_equinox])
+@pytest.mark.versions
+@pytest.mark.parametrize("library", [of_linen, of_haiku])
 def test_lines_of_libraries_are_left_out(library):
     x = jnp.asarray([[1.0, 2.0], [0.5, 0.5]], jnp.float32)
     f, function = library(x)
@@ -168,39 +152,8 @@ def test_lines_of_libraries_are_left_out(library):
     assert_names(caught.value, function, note.split("`")[1])
 
 
-def test_an_error_of_a_function_that_autocast_only_traces_has_no_note():
-    with pytest.raises(TypeError) as caught:
-        jmpx.autocast(lambda x: x @ jnp.ones(7, jnp.float32))(jnp.ones((2, 2), jnp.float32))
-    assert notes_of(caught.value) == []
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert any(frame.filename == str(HERE) and frame.name == "<lambda>" for frame in frames)
-
-
-def test_a_module_joined_with_a_part_that_is_closed_over_says_what_to_pass():
-    layer, x = (
-        eqx.nn.Linear(3, 4, key=jax.random.key(0)),
-        jax.random.normal(jax.random.key(1), (3,)),
-    )
+def test_modules_are_joined_before_the_call_or_in_it():
+    layer, x = eqx.nn.Linear(3, 4, key=jax.random.key(0)), jnp.ones(3)
     arrays, rest = eqx.partition(layer, eqx.is_array)
-
-    def joined(arrays, rest, x):
-        return eqx.combine(arrays, rest)(x)
-
-    policy = "c=bf16; Linear: full"
-    with pytest.raises(ValueError, match="equinox.nn") as caught:
-        jmpx.autocast(lambda arrays, x: joined(arrays, rest, x), policy)(arrays, x)
-    (note,) = (note for note in caught.value.__notes__ if "jmpx" in note)
-    assert "(Linear)" in note and "pass both parts as arguments" in note
-    np.testing.assert_array_equal(jmpx.autocast(joined, policy)(arrays, rest, x), layer(x))
-
-
-def test_a_users_error_that_names_a_module_has_no_such_note():
-    layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
-
-    @jmpx.autocast(policy="c=bf16; Linear: full")
-    def refuse(layer):
-        raise ValueError(f"no {eqx.nn.Linear}")
-
-    with pytest.raises(ValueError, match="equinox.nn") as caught:
-        refuse(layer)
-    assert not any("jmpx" in note for note in getattr(caught.value, "__notes__", ()))
+    joined = jmpx.autocast(lambda a, r, x: eqx.combine(a, r)(x), "c=bf16; Linear: full")
+    np.testing.assert_array_equal(joined(arrays, rest, x), layer(x))

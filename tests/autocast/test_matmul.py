@@ -1,4 +1,4 @@
-"""The algorithm of float32 products under autocast, forward and backward."""
+"""The algorithm of float32 products under autocast: each product of a region has it."""
 
 import contextlib
 import inspect
@@ -8,25 +8,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import BF16, F32
-from helpers.autocast import assert_ran, both, eleven
-from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
+from helpers.autocast import PRODUCTS, assert_ran, both, eleven, rows
 from helpers.jaxprs import equations, trace
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx.equinox
-import jmpx.flax
-import jmpx.haiku
-from jmpx._autocast.products import PRODUCTS
 
-HIGH, HIGHEST = (
-    (precision, precision) for precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+HIGH, HIGHEST, DEFAULT = (
+    (lax.Precision(word), lax.Precision(word)) for word in ("high", "highest", "default")
 )
+X3 = "BF16_BF16_F32_X3"
+PRESET, EXACT = lax.DotAlgorithmPreset[X3], lax.DotAlgorithmPreset.F32_F32_F32
 
-# Other tests are about this warning.
-pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
+# Other tests are about these warnings.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
+)
 
 
 def products(f, *args):
@@ -50,6 +49,8 @@ def groups(f, *options):
 
 
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+
+
 OF_LAX = {
     "batch_matmul": lambda x, w: lax.batch_matmul(x[None], w[None]),
     "conv": windows(lax.conv),
@@ -164,35 +165,30 @@ def model(f):
     return loss
 
 
-def assert_algorithms(f, *args, text=True):
+def assert_algorithms(f, *args):
     """Holds float32 products of 3 rows to have no algorithm, and all others to have HIGHEST."""
-    found = {True: [], False: []}
+    found = {True: set(), False: set()}
     for eqn in equations(trace(f, *args)):
         if eqn.primitive.name in PRODUCTS:
             avals = [var.aval for var in (*eqn.invars[:2], *eqn.outvars)]
             assert {aval.dtype for aval in avals} == {F32}
-            is_outside = any(3 in aval.shape for aval in avals)
-            found[is_outside].append(eqn.params["precision"])
-    assert found[True] and set(found[True]) == {None}
-    assert found[False] and set(found[False]) == {HIGHEST}
-    if not text:
-        return found
+            found[any(3 in aval.shape for aval in avals)].add(eqn.params["precision"])
+    assert found == {True: {None}, False: {HIGHEST}}
     lines = jax.jit(lambda *args: f(*args)).lower(*args).as_text().splitlines()
     lines = [line for line in lines if re.search(r"stablehlo\.(dot_general|convolution)", line)]
     assert lines and all("f32" in line and "f64" not in line for line in lines)
     for line in lines:
         is_outside = bool(re.search(r"[<x]3x", line.partition(" : ")[2]))
         assert ("HIGHEST" in line) != is_outside, line
-    return found
 
 
-CASES = [(name, "dot") for name in TRANSFORMS]
-CASES += [("nothing", other) for other in IN_REGION if other != "dot"]
+CASES = {name: ("nothing", name) for name in IN_REGION}
+CASES |= {name: (name, "dot") for name in TRANSFORMS}
 
 
-@pytest.mark.sampled(11)
-@pytest.mark.parametrize("transform, product", CASES)
-def test_products_of_a_region(pair, transform, product):
+@pytest.mark.parametrize("name", rows(CASES, "convolution", "custom_jvp", "shard_map"))
+def test_products_of_a_region(pair, name):
+    transform, product = CASES[name]
     f = model(TRANSFORMS[transform](IN_REGION[product]))
     policy = "c=f32; */router: m=highest"
     plain = len(products(both(f), *pair))
@@ -208,8 +204,7 @@ def test_products_of_a_region(pair, transform, product):
 DEEP = [name for name in TRANSFORMS if name not in ("autocast", "jvp", "custom_jvp")]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("transform", DEEP)
+@pytest.mark.parametrize("transform", rows(DEEP, "cond", "linear solve"))
 def test_products_that_full_precision_marks(pair, transform):
     f = model(deeply(transform)(IN_REGION["dot"]))
     # The products outside run in 16 bits.
@@ -241,45 +236,6 @@ def test_a_kernel(pair):
     for g in (f, jmpx.full_precision(f)):
         assert products(jmpx.autocast(g, "c=bf16,m=highest"), *pair) == [(F32, HIGHEST)]
         assert products(jmpx.autocast(g), *pair) == [(F32, None)]
-
-
-IN_MODELS = {"plain": lambda f: f, "custom_jvp": by_jvp}
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("selector", ["*/head", "<Own>Head"])
-@pytest.mark.parametrize(
-    "framework, inside",
-    # Modules of NNX cannot be arguments of functions that have derivatives by hand.
-    [(f, how) for f in FRAMEWORKS for how in IN_MODELS if f != "nnx" or how == "plain"],
-)
-def test_a_layer_of_a_model(framework, selector, inside):
-    apply, net, _, _ = FRAMEWORKS[framework]
-    apply = IN_MODELS[inside](apply)
-    policy = in_words_of(framework, f"c=bf16; {selector}: c=f32,m=highest")
-
-    def gradient(f):
-        return lambda net, x: jax.grad(lambda net: f(net, x).sum(), allow_int=True)(net)
-
-    sides = {
-        "forward": jmpx.autocast(apply, policy),
-        "inside": gradient(jmpx.autocast(apply, policy)),
-        "outside": jmpx.autocast(gradient(apply), policy),
-    }
-    for f in sides.values():
-        found = of_layers(f, net, X)
-        assert found == {n: {(F32, HIGHEST) if n == "head" else (BF16, None)} for n in WIDTHS}
-
-
-def of_layers(f, *args):
-    found = {}
-    for eqn in equations(trace(f, *args)):
-        if eqn.primitive.name == "dot_general":
-            dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
-            (name,) = [name for name, widths in WIDTHS.items() if set(widths) == dims]
-            run = eqn.invars[0].aval.dtype, eqn.params["precision"]
-            found.setdefault(name, set()).add(run)
-    return found
 
 
 def test_a_backward_pass_by_hand_has_what_holds_where_jax_traces_it(pair):

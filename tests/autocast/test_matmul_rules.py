@@ -1,27 +1,29 @@
-"""Which algorithm a product has under autocast: the policy map's, and what goes before it."""
+"""Which algorithm a product has: the policy map's, and what goes before it."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from helpers import BF16, F16, F32, warns_once
-from helpers.autocast import assert_ran, both, eleven
+from helpers.autocast import PRODUCTS, assert_ran, both, eleven
 from helpers.jaxprs import equations, trace
+from helpers.products import products_of
 from hypothesis import given, settings, strategies as st
 from jax import lax
 
 import jmpx
-from jmpx._autocast.products import PRODUCTS
 
 HIGH, HIGHEST, DEFAULT = (
     (lax.Precision(word), lax.Precision(word)) for word in ("high", "highest", "default")
 )
+X3 = "BF16_BF16_F32_X3"
+PRESET, EXACT = lax.DotAlgorithmPreset[X3], lax.DotAlgorithmPreset.F32_F32_F32
 
 # Other tests are about these warnings.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
 )
-X3 = "BF16_BF16_F32_X3"
-PRESET = lax.DotAlgorithmPreset[X3]
 
 
 def precisions(f, *args):
@@ -41,44 +43,44 @@ def in_scopes(x, w):
     return x @ w
 
 
-@pytest.mark.parametrize(
-    "policy, expected",
-    [
-        ("c=f32", [None] * 4),
-        ("m=highest", [HIGHEST] * 4),
-        ("m=float32", [HIGHEST] * 4),
-        ("m=bfloat16", [DEFAULT] * 4),
-        ("*/a: m=highest", [HIGHEST] * 3 + [None]),
-        ("*/b: m=highest", [None, HIGHEST, HIGHEST, None]),
-        ("m=high; */a: m=highest; */b: m=default", [HIGHEST, DEFAULT, DEFAULT, HIGH]),
-        ("m=high; */b: m=default; */a: m=highest", [HIGHEST, DEFAULT, DEFAULT, HIGH]),
-        ("m=high; */b?: m=default; */b: m=highest", [HIGH, HIGHEST, HIGHEST, HIGH]),
-        # The last rule that matches applies alone: the others are as if they were not there.
-        ("m=high; */b?: m=default; */b: c=f32", [HIGH] * 4),
-        ("*/a: m=highest; */b: c=f32,o=f32", [HIGHEST] * 3 + [None]),
-        # Also where the dtype is that of the user, or of another rule.
-        ("c=bf16,m=highest", [None, None, HIGHEST, None]),
-        ("c=bf16; */a/b: m=highest", [None, None, HIGHEST, None]),
-        ("c=bf16; */a: c=f32,m=highest", [HIGHEST] * 3 + [None]),
-        ("c=bf16; */a: c=f32; */b: m=highest", [None, HIGHEST, HIGHEST, None]),
-        ("c=f32,m=highest; */a: c=bf16", [None, None, HIGHEST, HIGHEST]),
-        # Rules for operations: the last of those that are about a product.
-        ("op.dot_general: m=highest", [HIGHEST] * 4),
-        ("c=bf16; op.dot_general: c=f32,m=highest", [HIGHEST] * 4),
-        ("c=bf16,m=high; op.dot_general: f32", [HIGH] * 4),
-        ("c=bf16; */a: m=high; op.dot_general: f32", [HIGH] * 3 + [None]),
-        ("c=bf16; op.dot_general: m=highest", [None, None, HIGHEST, None]),
-        ("op.dot_general: m=highest; */a: m=high", [HIGH] * 3 + [HIGHEST]),
-        ("*/a?: m=high; op.dot_general: m=highest", [HIGHEST] * 4),
-        ("op.dot_general: m=highest; */a: c=f32", [HIGHEST] * 4),
-        ("m=bf16_bf16_f32_x3", [PRESET] * 4),
-        ("c=bf16,m=bf16_bf16_f32_x3", [None, None, PRESET, None]),
-        ("c=f16; */b: c=f32,m=f32_f32_f32", [None, F32, F32, None]),
-    ],
-)
-def test_what_a_policy_map_says(pair, policy, expected):
-    expected = [lax.DotAlgorithmPreset.F32_F32_F32 if e is F32 else e for e in expected]
-    assert precisions(jmpx.autocast(in_scopes, policy), *pair) == expected
+SAID = {
+    "c=f32": [None] * 4,
+    "m=highest": [HIGHEST] * 4,
+    "m=bfloat16": [DEFAULT] * 4,
+    "*/a: m=highest": [HIGHEST] * 3 + [None],
+    "*/b: m=highest": [None, HIGHEST, HIGHEST, None],
+    "m=high; */a: m=highest; */b: m=default": [HIGHEST, DEFAULT, DEFAULT, HIGH],
+    "m=high; */b?: m=default; */b: m=highest": [HIGH, HIGHEST, HIGHEST, HIGH],
+    # The last rule that matches applies alone: the others are as if they were not there.
+    "m=high; */b?: m=default; */b: c=f32": [HIGH] * 4,
+    "*/a: m=highest; */b: c=f32,o=f32": [HIGHEST] * 3 + [None],
+    # Also where the dtype is that of the user, or of another rule.
+    "c=bf16,m=highest": [None, None, HIGHEST, None],
+    "c=bf16; */a: c=f32,m=highest": [HIGHEST] * 3 + [None],
+    "c=bf16; */a: c=f32; */b: m=highest": [None, HIGHEST, HIGHEST, None],
+    "c=f32,m=highest; */a: c=bf16": [None, None, HIGHEST, HIGHEST],
+    # Rules for operations: the last of those that are about a product.
+    "c=bf16; op.dot_general: c=f32,m=highest": [HIGHEST] * 4,
+    "c=bf16,m=high; op.dot_general: f32": [HIGH] * 4,
+    "c=bf16; */a: m=high; op.dot_general: f32": [HIGH] * 3 + [None],
+    "c=bf16; op.dot_general: m=highest": [None, None, HIGHEST, None],
+    "op.dot_general: m=highest; */a: m=high": [HIGH] * 3 + [HIGHEST],
+    "*/a?: m=high; op.dot_general: m=highest": [HIGHEST] * 4,
+    "op.dot_general: m=highest; */a: c=f32": [HIGHEST] * 4,
+    "m=bf16_bf16_f32_x3": [PRESET] * 4,
+    "c=bf16,m=bf16_bf16_f32_x3": [None, None, PRESET, None],
+    "c=f16; */b: c=f32,m=f32_f32_f32": [None, EXACT, EXACT, None],
+}
+
+
+@pytest.mark.parametrize("policy", SAID)
+def test_what_a_policy_map_says(pair, policy):
+    assert precisions(jmpx.autocast(in_scopes, policy), *pair) == SAID[policy]
+
+
+@pytest.mark.parametrize("policy", [*SAID][6::10])
+def test_what_it_says_within_jit_and_of_gradients(pair, policy):
+    expected = SAID[policy]
     forward = jmpx.autocast(jax.jit(lambda x, w: in_scopes(x, w)), policy)
     for _ in range(2):  # the second one finds the inner function traced
         assert precisions(forward, *pair) == expected
@@ -110,34 +112,29 @@ def test_a_rule_for_the_algorithm_leaves_dtypes_alone(pair):
         eqns = equations(trace(jmpx.autocast(f, policy, output=None), *pair))
         return [(e.primitive.name, [v.aval.dtype.name for v in e.outvars]) for e in eqns]
 
-    base = "c=bf16; op.tanh: f32; */a: o=f32"
-    for plain in ("c=bf16", "c=bf16; op.tanh: f32", base, f"{base}; */b: f32"):
+    for plain in ("c=bf16", "c=bf16; op.tanh: f32; */a: o=f32; */b: f32"):
         assert dtypes(f"{plain}; */a/b?: m=highest; op.dot_general?: m=high") == dtypes(plain)
         assert dtypes(f"{plain.replace('c=bf16', 'c=bf16,m=highest')}") == dtypes(plain)
 
 
-OWN = {
-    "default": (DEFAULT, {"precision": "default"}),
-    "high": (HIGH, {"precision": "high"}),
-    "two": ((DEFAULT[0], HIGHEST[0]), {"precision": ("default", "highest")}),
-    "algorithm": (lax.DotAlgorithmPreset.F32_F32_F32, {"precision": "F32_F32_F32"}),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_the_precision_of_a_product_goes_first(pair, name):
-    precision, options = OWN[name]
-
+@pytest.mark.parametrize(
+    "policy, precision, expected",
+    [
+        ("m=highest", "default", DEFAULT),
+        (f"m={X3}", "high", HIGH),
+        ("op.dot_general: m=highest", ("default", "highest"), (DEFAULT[0], HIGHEST[0])),
+        ("c=f32,m=highest", "F32_F32_F32", EXACT),
+    ],
+)
+def test_the_precision_of_a_product_goes_first(pair, policy, precision, expected):
     def loss(x, w):
-        return jnp.dot(x, w, **options).sum()
+        return jnp.dot(x, w, precision=precision).sum()
 
-    for policy in ("m=highest", f"m={X3}", "op.dot_general: m=highest", "c=f32,m=highest"):
-        for wrap in (lambda f: f, jmpx.full_precision, lambda f: jax.jit(lambda x, w: f(x, w))):
-            for f in (both(jmpx.autocast(wrap(loss), policy)), jmpx.autocast(wrap(loss), policy)):
-                assert set(map(str, precisions(f, *pair))) <= {
-                    str(precision),
-                    str(precision[::-1]) if isinstance(precision, tuple) else "",
-                }
+    transposed = expected[::-1] if isinstance(expected, tuple) else expected
+    for wrap in (lambda f: f, jmpx.full_precision, lambda f: jax.jit(lambda x, w: f(x, w))):
+        f = jmpx.autocast(wrap(loss), policy)
+        assert {*precisions(f, *pair)} == {expected}
+        assert {*precisions(both(f), *pair)} <= {expected, transposed}
 
 
 def test_the_context_of_jax_goes_first(pair):
@@ -179,9 +176,7 @@ def test_other_dtypes(pair):
     [
         ("full", "c=bf16,m=highest", HIGHEST),
         ("m=high", "c=bf16,m=highest", HIGH),
-        ("m=high", "full", HIGH),
         ("c=bf16,m=high", "m=highest", None),  # 16 bits inside
-        ("c=bf16", "m=highest", None),
     ],
 )
 def test_an_autocast_in_another(pair, inner, outer, expected):
@@ -222,45 +217,26 @@ def scoped(x, w):
         return convolution(x, w) + convolution(x, w.T)
 
 
-NO_PRODUCT = "has no effect, because no float32 product gets it: leave it out"
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "policy, words",
-    [
-        ("c=bf16; */router: m=highest", NO_PRODUCT),
-        ("c=bf16; */norm: c=f32,m=highest", NO_PRODUCT),
-        ("c=bf16; op.dot_general: m=highest", NO_PRODUCT),
-        ("m=high; op.exp: m=highest", NO_PRODUCT),
-        ("c=bf16; op.exp: c=f32,m=highest", NO_PRODUCT),
-        ("c=bf16; */rooter: c=f32,m=highest", "matched no scope; did you mean 'router'"),
-        ("m=high; op.dot_generall: m=highest", "matched no operation; did you mean"),
-    ],
-)
-def test_algorithms_without_effect(pair, policy, words):
-    for f in (scoped, jax.jit(lambda x, w: scoped(x, w))):
+def test_algorithms_without_effect(pair):
+    f = jax.jit(lambda x, w: scoped(x, w))
+    for policy in ("c=bf16; */router: m=highest", "c=bf16; */norm: c=f32,m=highest"):
         for _ in range(2):  # the second one finds the inner function traced
-            with warns_once(__file__, words):
-                jmpx.autocast(f, policy)(*pair)
+            with warns_once(__file__, "has no effect, because no float32 product gets it"):
+                jax.eval_shape(jmpx.autocast(f, policy), *pair)
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        "c=bf16,m=highest",
         f"c=bf16,m={X3}",
         "c=bf16; */router?: m=highest",
         "m=high; op.exp?: m=highest",
-        "c=bf16; */norm?: c=f32,m=highest",
-        f"m={X3}",
-        f"m={X3}; op.conv_general_dilated: m=highest",
         f"m={X3}; op.conv_general_dilated: m=default",
         "c=bf16; */router: c=f32,m=highest; */image: c=f32,m=high",
     ],
 )
 def test_algorithms_with_effect_or_optional(pair, policy):
-    jmpx.autocast(scoped, policy)(*pair)
+    trace(jmpx.autocast(scoped, policy), *pair)
 
 
 def test_a_convolution_has_no_dot_algorithm(pair):
@@ -268,7 +244,7 @@ def test_a_convolution_has_no_dot_algorithm(pair):
     assert found.count(PRESET) == 3 and found.count(None) == 6
     policy = f"m={X3}; op.conv_general_dilated: m=highest"
     assert set(precisions(jmpx.autocast(scoped, policy), *pair)) == {PRESET, HIGHEST}
-    jmpx.autocast(jmpx.full_precision(scoped), f"c=bf16,m={X3}")(*pair)
+    trace(jmpx.autocast(jmpx.full_precision(scoped), f"c=bf16,m={X3}"), *pair)
 
 
 # Programs made by chance: an algorithm changes precisions, and nothing else.
@@ -283,6 +259,8 @@ STEPS = {
     "bias": lambda x, w: x + w[0],
     "half": lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(F32),
 }
+
+
 AROUND = {
     "nothing": lambda f: f,
     "jit": jax.jit,
@@ -292,6 +270,8 @@ AROUND = {
     "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0],
     "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
 }
+
+
 PARTS = st.tuples(
     st.lists(st.sampled_from(sorted(AROUND)), max_size=3),
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=3),
@@ -320,6 +300,7 @@ def program(parts):
 
 
 @pytest.mark.thorough
+@pytest.mark.versions
 @settings(max_examples=25, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=3), st.sampled_from(["bf16", "f16", "f32"]))
 def test_an_algorithm_changes_precisions_alone(parts, dtype):
@@ -338,3 +319,89 @@ def test_an_algorithm_changes_precisions_alone(parts, dtype):
                 is_open = plain.params["precision"] is None
                 expected = HIGHEST if is_full and is_open else plain.params["precision"]
                 assert cast.params["precision"] == expected
+
+
+# Autocast inside of what sets an algorithm: jmpx's own regions, and JAX's context.
+
+
+def loss(w, x):
+    h = x @ w
+    with jmpx.full_precision():
+        h = h @ w
+    return (h @ w).sum()
+
+
+def in_gradient_function(f, matmul):
+    grad_fn = jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale(), policy=f"p=f32,m={matmul}")
+    return lambda w, x: grad_fn(w, x).grads
+
+
+def in_full_precision(f, matmul):
+    def run(w, x):
+        with jmpx.full_precision(matmul=matmul):
+            return jax.grad(f)(w, x)
+
+    return run
+
+
+def in_forced_full_precision(f, matmul):
+    return jmpx.full_precision(jmpx.force_full_precision(jax.grad(f)), matmul=matmul)
+
+
+ROADS = [in_gradient_function, in_full_precision, in_forced_full_precision]
+LOWERED = {"high": "HIGH", "highest": "HIGHEST", X3: "bf16 f32 x3"}
+
+
+def how_by_dtype(f, *args):
+    """How the products of a program multiply, by their dtype."""
+    found = products_of(f, *args)
+    ways = {dtype: [p.how for p in found if p.dtypes == {dtype}] for dtype in ("f32", "bf16")}
+    assert sum(map(len, ways.values())) == len(found)
+    return ways
+
+
+@pytest.mark.parametrize(
+    "road, policy, matmul, expected",
+    [
+        (in_gradient_function, "c=bf16", "highest", "HIGHEST"),
+        (in_full_precision, "c=bf16", X3, "bf16 f32 x3"),
+        (in_forced_full_precision, "c=bf16", X3, "bf16 f32 x3"),
+        # The policy of autocast goes first.
+        (in_gradient_function, "c=bf16,m=high", X3, "HIGH"),
+        (in_full_precision, "c=bf16; op.dot_general: m=high", X3, "HIGH"),
+    ],
+)
+def test_a_setting_of_jmpx_around_the_call_is_for_float32_alone(
+    pair, road, policy, matmul, expected
+):
+    ways = how_by_dtype(road(jmpx.autocast(loss, policy), matmul), *pair)
+    assert ways["f32"] == [expected] * 3
+    assert len(ways["bf16"]) == 4 and LOWERED[X3] not in ways["bf16"]  # nor where it is transposed
+
+
+@pytest.mark.parametrize("road", ROADS[:2])
+def test_inner_functions_are_traced_anew_under_another_setting(road, pair):
+    inner = jax.jit(jax.checkpoint(loss))
+    cast = jmpx.autocast(lambda w, x: inner(w, x), "c=bf16")
+    for matmul in ("high", "highest", "high"):
+        assert set(how_by_dtype(road(cast, matmul), *pair)["f32"]) == {LOWERED[matmul]}
+    assert set(how_by_dtype(jax.grad(cast), *pair)["f32"]) == {"DEFAULT"}
+
+
+def test_the_users_own_setting_of_jax_keeps_products_in_float32(pair):
+    slope = jax.grad(jmpx.autocast(loss, "c=bf16"))
+    for around in (contextlib.nullcontext(), jmpx.full_precision(matmul="high")):
+        with around, jax.default_matmul_precision("highest"):
+            assert how_by_dtype(slope, *pair) == {"f32": ["HIGHEST"] * 7, "bf16": []}
+
+
+@pytest.mark.parametrize("road", ROADS[1:])
+def test_a_precision_of_ones_own_and_a_backward_pass_by_hand(road, pair):
+    def precise(w, x):
+        return (jnp.dot(x, w, precision="high") @ w).sum()
+
+    ways = how_by_dtype(road(jmpx.autocast(precise, "c=bf16"), "highest"), *pair)
+    assert ways["f32"] == ["HIGH"] * 2 and len(ways["bf16"]) == 2
+    cast = jmpx.autocast(lambda w, x: (eleven(x, w) @ w).sum(), "c=bf16")
+    ways = how_by_dtype(road(cast, "highest"), *pair)
+    assert set(ways["f32"]) == {"HIGHEST"} and len(ways["bf16"]) == 2

@@ -1,27 +1,32 @@
-"""Rules of operations and of scopes."""
+"""Rules of operations and of scopes, what goes before them, and what has no effect."""
 
 import functools
+import warnings
 
+import autocast as benchmark
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import assert_same_bits, dtypes, enable_x64, normal
-from helpers.autocast import check, named
-from helpers.jaxprs import FULL, LOW, dots, equations_of
+from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal, warns_once
+from helpers.autocast import assert_near, assert_ran, check, eleven, loss_fn, named, values
+from helpers.four_frameworks import FRAMEWORKS, X, in_words_of
+from helpers.jaxprs import FULL, LOW, dots, equations_of, trace
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["c=bf16; op.exp: bf16", "c=bf16; op.exp: full; op.exp: bf16"],  # the last rule wins
-)
-def test_rules_of_operations(rng, policy):
-    x = normal(rng, 3, 3)
-    f = jmpx.autocast(lambda x: jnp.exp(x @ x), policy, output=None)
-    assert f(x).dtype == jnp.bfloat16
+def test_rules_of_operations(rng):
+    f = jmpx.autocast(lambda x: jnp.exp(x @ x), "c=bf16; op.exp: full; op.exp: bf16", output=None)
+    assert f(normal(rng, 3, 3)).dtype == BF16  # the last rule wins
 
 
 def test_a_rule_may_ask_for_more_precision_than_was_traced(rng):
@@ -42,19 +47,18 @@ def test_grampax_semantics(rng):
 
 
 @pytest.mark.parametrize(
-    "policy, expected",
+    "policy, expected, transform",
     [
-        ("c=bf16", [LOW, LOW]),
-        ("c=bf16; */head: full", [LOW, FULL]),
-        ("c=bf16; */head/*: full", [LOW, FULL]),
-        ("c=bf16; head: full", [LOW, FULL]),
-        ("c=bf16; *: full; */trunk: bf16", [LOW, FULL]),
-        ("c=full; */trunk: bf16", [LOW, FULL]),
-        ("c=bf16; */head: full; op.dot_general: bf16", [LOW, LOW]),
-        ("c=bf16; op.dot_general: full; */trunk: bf16", [LOW, FULL]),
+        ("c=bf16", [LOW, LOW], jax.jit),
+        ("c=bf16; */head: full", [LOW, FULL], jax.vmap),
+        ("c=bf16; */head/*: full", [LOW, FULL], jax.checkpoint),
+        ("c=bf16; head: full", [LOW, FULL], lambda f: f),
+        ("c=bf16; *: full; */trunk: bf16", [LOW, FULL], jax.jit),
+        ("c=full; */trunk: bf16", [LOW, FULL], jax.vmap),
+        ("c=bf16; */head: full; op.dot_general: bf16", [LOW, LOW], jax.checkpoint),
+        ("c=bf16; op.dot_general: full; */trunk: bf16", [LOW, FULL], lambda f: f),
     ],
 )
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint])
 def test_rules_of_scopes(rng, policy, expected, transform):
     shape = (3, 2, 2) if transform is jax.vmap else (2, 2)
     got = dots(transform(jmpx.autocast(named, policy)), normal(rng, *shape))
@@ -91,3 +95,348 @@ def test_rules_hold_within_jit_and_scan(pair):
     rules = "compute=bf16; */encoder/*: full"
     check(model, *pair, policy=rules, dot_general="float32", exp="float32")
     check(layer, *pair, policy="compute=bf16; op.dot_general: f16", dot_general="float16")
+
+
+# Functions that stay in float32.
+
+
+def test_a_16_bit_autocast_in_another(positive):
+    inner = jmpx.autocast(loss_fn)
+    check(lambda x, w: inner(x @ w, w), *positive, dot_general="bfloat16", sin="bfloat16")
+    inner = jmpx.autocast(loss_fn, "compute=f16")
+    check(inner, *positive, dot_general="float16", sin="float16")
+    check(lambda x, w: inner(x @ w, w), *positive, dot_general="bfloat16 float16", sin="float16")
+
+
+def product(x, w):
+    return jnp.exp(x @ w)
+
+
+def within(f):
+    def wrapper(x, w):
+        with jmpx.full_precision():
+            return f(x, w)
+
+    return wrapper
+
+
+MARKS = {
+    "with": within,
+    "decorator": jmpx.full_precision,
+    "force_full_precision": jmpx.force_full_precision,
+    "autocast to float32": lambda f: jmpx.autocast(f, "full"),
+    "autocast by an operation": lambda f: jmpx.autocast(f, "compute=bf16; op.dot_general: f32"),
+    "rule of a scope": jax.named_scope("head"),
+}
+
+
+THROUGH = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0],
+    "while": lambda f: lambda x, w: lax.while_loop(lambda c: c[0, 0] < 3, lambda c: f(c, w), x),
+    "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
+    "grad": lambda f: jax.grad(lambda x, w: f(x, w).sum()),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[None], w),
+    "checkpoint": lambda f: jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum()),
+}
+
+
+@pytest.mark.parametrize(
+    "mark, through",
+    [
+        ("with", "jit"),
+        ("decorator", "scan"),
+        ("force_full_precision", "while"),
+        ("autocast to float32", "cond"),
+        ("autocast by an operation", "grad"),
+        ("rule of a scope", "checkpoint"),
+        ("with", "vmap"),
+    ],
+)
+def test_regions_of_float32(pair, mark, through):
+    policy = "compute=bf16; */head: full" if mark == "rule of a scope" else "compute=bf16"
+    inside = THROUGH[through](MARKS[mark](product))
+    outside = MARKS[mark](THROUGH[through](product))
+    for f in (inside, outside):
+        cast = jmpx.autocast(lambda x, w, f=f: (f(x, w), x @ w), policy)
+        *region, beside = dots(cast, *pair)
+        assert beside == LOW and region and set(region) == {FULL}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_bits_of_a_region_of_float32(pair, mark):
+    policy = "compute=bf16; */head: full" if mark == "rule of a scope" else "compute=bf16"
+    cast = jmpx.autocast(lambda x, w: (MARKS[mark](product)(x, w), x @ w), policy)
+    assert_same_bits(cast(*pair)[0], product(*pair))
+
+
+def test_an_autocast_that_is_called_in_a_region_runs(pair):
+    region = jmpx.full_precision(lambda x, w: jmpx.autocast(product)(x, w))
+    for f in (region, jmpx.autocast(region), jax.jit(region)):
+        assert_ran(f, *pair, dot_general="bfloat16", exp="float32")
+    assert_near(*values(pair, jmpx.autocast(region), product))
+
+
+@pytest.mark.parametrize("mark", [within, jmpx.full_precision, jmpx.force_full_precision])
+@pytest.mark.parametrize("through", ["vmap", "grad"])
+def test_no_rule_goes_before_full_precision(pair, mark, through):
+    policy = "c=bf16; *: bf16; op.exp: bf16; op.dot_general: bf16"
+    f = THROUGH[through](mark(product))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the rules match nothing
+        assert "bf16" not in str(jax.make_jaxpr(jmpx.autocast(f, policy))(*pair))
+    assert "bf16" not in str(jax.make_jaxpr(jmpx.autocast(f))(*pair))
+
+
+# Rules without effect: tests/messages has what is said of them.
+
+
+def test_used_rules_are_known_at_each_call(rng):
+    x = normal(rng, 2, 2)
+    for _ in range(2):  # the second one finds the inner jit retraced
+        jmpx.autocast(named, "c=bf16; */head: full; op.tanh: f32")(x)
+
+
+def deep(transform):
+    def f(x):
+        with jax.named_scope("encoder"):
+            return transform(inner)(x)
+
+    def inner(x):
+        with jax.named_scope("attention"):
+            return jnp.tanh(x @ x)
+
+    return f
+
+
+def custom(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        custom,
+        lambda f: lambda x: lax.scan(lambda c, _: (jax.checkpoint(f)(c), None), x, None, 2)[0],
+        lambda f: jax.jit(lambda x: lax.cond(x[0, 0] > 0, f, f, x)),
+    ],
+)
+def test_what_is_near_is_found_inside_of_inner_functions(transform):
+    f = jmpx.autocast(deep(transform), "c=bf16; */atention: full; op.tanhh: full")
+    for _ in range(2):  # the second one finds the inner function retraced
+        with pytest.warns(UserWarning) as record:
+            trace(f, jnp.ones((2, 2)))
+        scope, operation = [str(warning.message) for warning in record]
+        assert "matched no scope; did you mean 'encoder/attention'?" in scope
+        assert "matched no operation; did you mean 'op.tanh'?" in operation
+
+
+@pytest.mark.parametrize(
+    "framework, selector, near",
+    [
+        ("haiku", "*/iner", "<net/>block/inner"),
+        ("linen", "<Own>Blok", "<Own>Block"),
+        ("nnx", "<Own>Bas", "<Own>Base"),
+        ("equinox", "*/iner", "<net/>block/inner"),
+    ],
+)
+def test_what_is_near_to_a_class_or_path(framework, selector, near):
+    apply, model, _, _ = FRAMEWORKS[framework]
+    jitted = jax.jit(apply)
+    f = jmpx.autocast(jitted, in_words_of(framework, f"c=bf16; {selector}: full"))
+    # A class that runs inside of a function that JAX has traced before is no unused rule.
+    used = jmpx.autocast(jitted, in_words_of(framework, "c=bf16; <Own>Base: full"))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="matched no module or scope") as record:
+            trace(f, model, X)
+        assert f"; did you mean {in_words_of(framework, near)!r}?" in str(record[0].message)
+        trace(used, model, X)
+
+
+# Products that stay float32 though autocast was to give them 16 bits.
+
+W = jnp.eye(4) / 2
+
+
+def by_hand(x):
+    """Two products, the second of which JAX cannot trace again."""
+    h = x @ W
+    return eleven(h, h)
+
+
+@custom_partitioning
+def partitioned(x, w):
+    return x @ w
+
+
+partitioned.def_partition(
+    infer_sharding_from_operands=lambda *_: None,
+    partition=lambda *_: None,
+    sharding_rule="i j, j k -> i k",
+)
+
+
+def kernel(x, w):
+    def body(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    return pl.pallas_call(body, jax.ShapeDtypeStruct((4, 4), F32), interpret=True)(x, w)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+@jax.custom_vjp
+def marked_inside(x):
+    return jmpx.full_precision(jnp.matmul)(x, x)
+
+
+marked_inside.defvjp(lambda x: (marked_inside(x), x), lambda x, g: (g @ x,))
+
+
+@jax.custom_vjp
+def routed(x):
+    with jax.named_scope("router"):
+        return x @ x
+
+
+routed.defvjp(lambda x: (routed(x), x), lambda x, g: (g @ x,))
+
+
+PLACES = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "scan", "cond"])
+def test_a_function_with_its_own_backward_pass(place):
+    f = jmpx.autocast(PLACES[place](by_hand))
+    for _ in range(2):  # the second one finds the inner function retraced
+        match = r"custom_vjp_call at \S*test_rules.py:\d+ \(by_hand\) again in 16 bits, so autocast"
+        with warns_once(__file__, match):
+            jax.eval_shape(lambda x: f(x), jnp.eye(4))
+
+
+def test_under_jit_it_is_said_when_jax_traces():
+    step = jax.jit(jax.grad(lambda x: jmpx.autocast(by_hand)(x).sum()))
+    with warns_once(__file__, "JAX cannot trace"):
+        step(jnp.eye(4))
+    step(jnp.eye(4))
+
+
+@pytest.mark.parametrize("function", [partitioned, kernel])
+def test_functions_of_other_kinds(function):
+    with warns_once(__file__, r"JAX cannot trace .* at \S*test_rules.py.* float32 there:"):
+        jax.eval_shape(jmpx.autocast(lambda x: function(x @ W, W)), jnp.eye(4))
+
+
+QUIET = {
+    "clipped gradients": lambda x: clipped(x @ W),
+    "differentiated inside": jax.grad(lambda x: by_hand(x).sum()),
+    "marked": lambda x: jmpx.full_precision(by_hand)(x),
+    "marked inside": lambda x: marked_inside(x @ W),
+    "no product": lambda x: jnp.tanh(x) + 1,
+    "outer product": lambda x: jnp.outer(x[0], x[1]),
+    "integers": lambda x: x.astype(int) @ x.astype(int),
+    "in 16 bits by hand": lambda x: x.astype(BF16) @ x.astype(BF16),
+    "cast operands": lambda x: eleven((x @ W).astype(BF16), W.astype(BF16)).astype(F32),
+    "a precise one among others": lambda x: jnp.matmul(x @ W, W, precision="highest"),
+    "losses": lambda x: optax.safe_softmax_cross_entropy(x @ W, x),
+    "linear algebra": lambda x: jnp.linalg.solve(jnp.eye(4) + x @ W, x),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_nothing_is_said_of(name):
+    f = jmpx.autocast(QUIET[name])
+    jax.eval_shape(jax.grad(lambda x: f(x).sum().astype(F32)), jnp.eye(4))
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "c=bf16; op.custom_vjp_call: f32; op.dot_general: f32", "c=bf16; *: full"]
+)
+def test_nothing_is_said_where_a_rule_says_float32(policy):
+    def f(x):
+        with jax.named_scope("all"):
+            return by_hand(x)
+
+    jmpx.autocast(f, policy)(jnp.eye(4))
+
+
+def test_rules_of_scopes_inside_are_respected():
+    with warns_once(__file__, "JAX cannot trace"):
+        jmpx.autocast(lambda x: routed(x @ W))(jnp.eye(4))
+    jmpx.autocast(lambda x: routed(x @ W), "c=bf16; *router?: full")(jnp.eye(4))
+
+
+def test_the_remedy_is_the_program_written_by_hand(rng):
+    x = normal(rng, 4, 4)
+
+    def remedied(w):
+        h = x @ w
+        return (eleven(h.astype(BF16), h.astype(BF16)).astype(F32) @ w).sum()
+
+    def written(w):
+        w = w.astype(BF16)
+        h = x.astype(BF16) @ w
+        return (eleven(h, h) @ w).astype(F32).sum()
+
+    cast = jmpx.autocast(remedied)
+    assert_ran(jax.grad(cast), x, dot_general="bfloat16")
+    assert benchmark.residual_bytes(cast, x) == benchmark.residual_bytes(written, x)
+    np.testing.assert_allclose(jax.grad(cast)(x), jax.grad(written)(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "rule, f",
+    [
+        ("cond: bf16", PLACES["cond"](jnp.tanh)),
+        ("custom_jvp_call: f16", jax.nn.relu),
+        ("remat: bf16", jax.checkpoint(jnp.tanh)),
+        ("convert_element_type: bf16", lambda x: x.astype(F16)),
+    ],
+)
+def test_rules_for_operations_without_a_dtype(rule, f):
+    if rule.startswith("remat"):
+        rule = rule.replace("remat", jax.make_jaxpr(f)(1.0).eqns[0].primitive.name)
+    with warns_once(__file__, "holds others or keeps its dtypes"):
+        jax.eval_shape(jmpx.autocast(lambda x: f(x @ W), f"c=bf16; op.{rule}"), jnp.eye(4))
+    optional = f"c=bf16; op.{rule.replace(':', '?:')}"
+    jax.eval_shape(jmpx.autocast(lambda x: f(x @ W), optional), jnp.eye(4))
+
+
+def precise(x):
+    return jnp.matmul(jnp.matmul(x, x, precision="highest"), x, precision="high")
+
+
+def within_precision(x):
+    with jax.default_matmul_precision("float32"):
+        return jnp.tanh(x @ x) @ x
+
+
+@pytest.mark.parametrize("f, place", [(precise, "jit"), (within_precision, "scan")])
+def test_no_product_runs_in_16_bits(f, place):
+    f = jmpx.autocast(PLACES[place](f), "c=f16")
+    with warns_once(__file__, "No product runs in 16 bits"):
+        jax.eval_shape(f, jnp.eye(4))
+
+
+def test_no_product_of_float64_runs_in_16_bits():
+    with enable_x64():
+        x = jnp.eye(4, dtype=jnp.float64)
+        with warns_once(__file__, "No product runs in 16 bits .* such as float64"):
+            jmpx.autocast(lambda x: x @ x)(x)
+        jmpx.autocast(lambda x, y: (x @ x, y @ y))(x, x.astype(F32))

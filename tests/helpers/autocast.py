@@ -8,20 +8,25 @@ the identity (`activation`) are exact in 16 bits, so their values have to be equ
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import jmpx
 from helpers import BF16, F16, F32
 from helpers.jaxprs import equations_of
-from jmpx._autocast.saving import get_saving
-from jmpx._autocast.wrapped import evaluated
-from jmpx._base.stateful import apply, call
 
 # A bfloat16 has 8 bits of digits, and a result is rounded several times. If a bfloat16 product is
 # transposed and cast within jit, XLA:CPU of JAX 0.12 is off by 2e-2 of the largest value.
 TOLERANCE = 5e-2
 LEAST = np.finfo(np.float32).min
 LOW_DTYPES = {"c=f16": F16, "c=bf16": BF16}
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def rows(table, *by_default):
+    """Returns the names of a table: the default run has some of them, all runs all."""
+    others = pytest.mark.thorough, pytest.mark.versions
+    return [pytest.param(name, marks=() if name in by_default else others) for name in table]
 
 
 def whole(rng, *shape):
@@ -142,21 +147,6 @@ def named(x):
         return jax.jit(lambda x: lax.scan(lambda c, _: (c @ x, None), x, None, 2)[0])(x)
 
 
-def under_autocast(loss_fn, policy="c=bf16", save=None):
+def under_autocast(loss_fn, more=""):
     """Returns a loss under autocast as a whole: its first argument holds the parameters."""
-    policy_map = jmpx.get_policy_map(policy)
-
-    def run(pure, state, args, kwargs):
-        parameters = {id(leaf) for leaf in jax.tree.leaves(args[1])}
-        return evaluated(
-            policy_map,
-            get_saving(save),
-            "traced",
-            pure,
-            state,
-            args,
-            kwargs,
-            is_parameter=lambda array: id(array) in parameters,
-        )
-
-    return lambda *args, **kwargs: call(run, apply, (loss_fn, *args), kwargs)
+    return jmpx.apply_policy(loss_fn, f"by=operations,c=bf16{more}")
