@@ -1,21 +1,25 @@
-"""Findings of an audit, and the lines of a test file on which they are to be found."""
+"""Findings of an audit, and the lines on which they are to be found."""
 
-import pathlib
+import inspect
 from typing import Any
 
-from jmpx._inspect.audit.trying import tried
-from jmpx._inspect.graph import Graph
-from jmpx._inspect.programs import traced_program
+import jax
+
+import jmpx
 
 
-def found(names, fn, *args, platform=None) -> list[Any]:
-    """The findings of some names in a function's step, the worst first."""
-    graph = Graph(traced_program(fn, args))
-    return [each for each in tried(graph, platform) if each.name in names]
+def shape(*sizes, dtype: Any = "float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def line_of(file, mark):
-    """The line of a file that ends with a comment, which has to be there once."""
-    lines = pathlib.Path(file).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}")]
-    return number
+def found(fn, *args, names=None, platform=None) -> list[Any]:
+    """The findings in a function's step, of some names or of all; the worst first."""
+    findings = jmpx.inspect.audit(fn, platform=platform)(*args).findings
+    return [each for each in findings if names is None or each.name in names]
+
+
+def line_of(fn, mark="<-"):
+    """The line of a function that ends with a comment, which has to be there once."""
+    lines, start = inspect.getsourcelines(inspect.unwrap(fn))
+    (line,) = [i for i, text in enumerate(lines, start) if text.rstrip().endswith(f"# {mark}")]
+    return line

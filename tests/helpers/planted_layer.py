@@ -1,125 +1,41 @@
 """One model in four frameworks, with a layer in its middle that a test gives it."""
 
-import contextlib
-from typing import Any
-
 import equinox as eqx
-import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-import jmpx.equinox
-import jmpx.flax
-import jmpx.haiku
+from helpers import zoo
+from helpers.zoo import FRAMEWORKS as FRAMEWORKS
 
 WIDTH = 4
 
 
-class HaikuPlant(hk.Module):
-    def __init__(self, layer):
-        super().__init__(name="plant")
-        self.layer = layer
+def outlined(framework, body, *args):
+    """A model of the zoo that has shapes in place of its arrays, so that nothing is computed."""
+    nets = []
 
-    def __call__(self, x):
-        return self.layer(x)
+    def make():
+        nets.append(zoo.build(framework, body, *args))
+        return nets[0].model
 
-
-class LinenPlant(nn.Module):
-    layer: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return self.layer(x)
+    evaluate = {"nnx": nnx.eval_shape, "equinox": eqx.filter_eval_shape}
+    model = evaluate.get(framework, jax.eval_shape)(make)
+    return nets[0]._replace(model=model)
 
 
-class LinenNet(nn.Module):
-    layer: Any
+def _outermost_calls(layer, x):
+    """A model of Haiku without a module around its layers."""
 
-    @nn.compact
-    def __call__(self, x):
-        x = LinenPlant(self.layer, name="plant")(nn.Dense(WIDTH, name="first")(x))
-        return nn.Dense(1, name="head")(x)
-
-
-class NNXPlant(nnx.Module):
-    def __init__(self, layer):
-        self.layer = layer
-
-    def __call__(self, x):
-        return self.layer(x)
-
-
-class NNXNet(nnx.Module):
-    def __init__(self, layer):
-        self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-        self.plant, self.head = NNXPlant(layer), nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.head(self.plant(self.first(x)))
-
-
-class EquinoxPlant(eqx.Module):
-    layer: Any = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.layer(x)
-
-
-class EquinoxNet(eqx.Module):
-    first: eqx.nn.Linear
-    plant: EquinoxPlant
-    head: eqx.nn.Linear
-
-    def __call__(self, x):
-        x = self.plant(jax.vmap(self.first)(x))
-        return jax.vmap(self.head)(x)
-
-
-def _haiku(layer, x, policy):
     def net(x):
-        return hk.Linear(1, name="head")(HaikuPlant(layer)(hk.Linear(WIDTH, name="first")(x)))
+        plant = zoo.HaikuInner(lambda m, x: layer(x), name="plant")
+        return hk.Linear(1, name="head")(plant(hk.Linear(WIDTH, name="first")(x)))
 
     transformed = hk.without_apply_rng(hk.transform(net))
     params = jax.eval_shape(transformed.init, jax.random.key(0), x)
-
-    def loss(params, x):
-        with jmpx.haiku.policies(policy) if policy else contextlib.nullcontext():
-            return jnp.mean(transformed.apply(params, x))
-
-    return loss, params
-
-
-def _linen(layer, x, policy):
-    net = LinenNet(layer)
-    params = jax.eval_shape(net.init, jax.random.key(0), x)
-
-    def loss(params, x):
-        with jmpx.flax.policies(policy) if policy else contextlib.nullcontext():
-            return jnp.mean(jnp.asarray(net.apply(params, x)))
-
-    return loss, params
-
-
-def _nnx(layer, x, policy):
-    def loss(net, x):
-        return jnp.mean((jmpx.flax.with_policies(net, policy) if policy else net)(x))
-
-    return loss, NNXNet(layer)
-
-
-def _equinox(layer, x, policy):
-    first, head = (eqx.nn.Linear(WIDTH, n, key=jax.random.key(n)) for n in (WIDTH, 1))
-
-    def loss(net, x):
-        return jnp.mean((jmpx.equinox.with_policies(net, policy) if policy else net)(x))
-
-    return loss, EquinoxNet(first, EquinoxPlant(layer), head)
-
-
-_MAKERS = {"haiku": _haiku, "linen": _linen, "nnx": _nnx, "equinox": _equinox}
-FRAMEWORKS = tuple(_MAKERS)
+    return zoo.Net("haiku", transformed.apply, params)
 
 
 def planted(framework, layer, policy, rows=2):
@@ -131,9 +47,20 @@ def planted(framework, layer, policy, rows=2):
         policy: the policy map under which the model runs; None for none.
         rows: how many rows the array has.
     """
+
+    def body(m, x):
+        x = m.inner("plant", lambda m, x: layer(x))(m.linear("first", WIDTH)(x))
+        return m.linear("head", 1)(x)
+
     x = jnp.ones((rows, WIDTH))
-    loss, model = _MAKERS[framework](layer, x, policy)
-    return loss, (model, x)
+    if framework == "haiku":
+        net = _outermost_calls(layer, x)
+    else:
+        net = outlined(framework, body, x)
+    if framework in ("nnx", "equinox"):
+        net = net._replace(model=drawn_model(net.model, np.random.default_rng(0)))
+    run = net.under(policy)
+    return lambda model, x: jnp.mean(jnp.asarray(run(model, x))), (net.model, x)
 
 
 def drawn_model(model, rng):

@@ -1,0 +1,504 @@
+"""What needs more digits or range than 16 bits: exponentials, long sums, sums of loops and devices.
+
+Each is found once, on its line, with a rule that mends it; what is alike and no hazard is not.
+"""
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import BF16, F16, F32
+from helpers.findings_of import found, line_of, shape
+from helpers.planted_layer import FRAMEWORKS, planted
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jmpx
+import jmpx.flax
+import jmpx.haiku
+
+NAMES = ("low-exp", "low-sum", "low-carry", "low-collective")
+MANY = 300  # more terms than bfloat16 counts
+
+
+def hazards(fn, *args):
+    return found(fn, *args, names=NAMES)
+
+
+def hazards_of(layer, *sizes, dtype=BF16):
+    """The hazards in the mean of what a layer returns."""
+    loss = lambda x: jnp.mean(jnp.asarray(layer(x)).astype(F32))  # noqa: E731
+    return hazards(loss, shape(*sizes, dtype=dtype))
+
+
+def mesh():
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+
+# Layers with a hazard, at the line with a mark.
+
+
+def gate(x):
+    return x * jnp.exp(x)  # <-
+
+
+def logarithm(x):
+    return jnp.log(1 + jnp.abs(x))  # <-
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-2)  # <-
+
+
+def power(x):
+    return jnp.abs(x) ** 2.5  # <-
+
+
+def softmax(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))  # <-
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+def pool(x):
+    return x + jnp.sum(x, 0, keepdims=True, dtype=x.dtype)  # <-
+
+
+def running(x):
+    return jnp.cumsum(x, 0)  # <-
+
+
+def scattered(x):
+    rows = jnp.zeros(len(x), jnp.int32)
+    return x + jnp.zeros_like(x[:1]).at[rows].add(x)  # <-
+
+
+def by_scan(x):
+    def body(total, row):
+        return total + row, None  # <-
+
+    return x + lax.scan(body, jnp.zeros_like(x[0]), x)[0]
+
+
+def by_fori(x):
+    return x + lax.fori_loop(0, MANY, lambda i, total: total + x[i], x[0])  # <-
+
+
+def by_select(x):
+    def body(total, row):
+        summed = (total.astype(F32) + row.astype(F32)).astype(x.dtype)  # <-
+        return jnp.where(row > 0, summed, total), None
+
+    return x + lax.scan(body, jnp.zeros_like(x[0]), x)[0]
+
+
+def nested(x):
+    def body(total, row):
+        return lax.scan(lambda total, n: (total - n, None), total, row)[0], None  # <-
+
+    return x + lax.scan(body, jnp.zeros_like(x[0, 0]), x)[0]
+
+
+def over_devices(x):
+    def add(x):
+        return lax.psum(x, "data")  # <-
+
+    return jnp.tile(jax.shard_map(add, mesh=mesh(), in_specs=P("data"), out_specs=P())(x), (2, 1))
+
+
+# layer -> name, severity in bfloat16
+PLANTS = {
+    **dict.fromkeys((gate, logarithm, norm, power), ("low-exp", "medium")),
+    softmax: ("low-exp", "low"),
+    **dict.fromkeys((pool, running), ("low-sum", "medium")),
+    scattered: ("low-sum", "high"),
+    **dict.fromkeys((by_scan, by_fori, by_select), ("low-carry", "high")),
+    nested: ("low-carry", "low"),
+    over_devices: ("low-collective", "medium"),
+}
+
+
+def all_plants(x):
+    return sum(plant(x) for plant in PLANTS)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
+    findings = hazards(*_planted(framework, "c=bf16,o=f32"))
+    expected = [(*PLANTS[plant], line_of(plant)) for plant in PLANTS]
+    seen = [(each.name, each.severity, each.place.line) for each in findings]
+    assert sorted(seen) == sorted(expected)
+    functions = {each.place.function for each in findings if each.name in ("low-exp", "low-sum")}
+    assert functions == {plant.__name__ for plant in [*PLANTS][:8]}
+    assert {each.place.file for each in findings} == {__file__}
+    assert all(each.scope.endswith("plant") for each in findings)
+    (rule,) = {each.rule for each in findings}
+    assert rule == "*/plant: full"
+    assert not hazards(*_planted(framework, f"c=bf16,o=f32; {rule}"))
+
+
+def _planted(framework, policy):
+    loss, args = planted(framework, all_plants, policy, rows=MANY)
+    return loss, *args
+
+
+# What is no hazard.
+
+
+def activations(x):
+    names = "gelu silu tanh sigmoid softplus elu selu celu log_sigmoid mish relu6 squareplus"
+    return sum(getattr(jax.nn, name)(x) for name in names.split())
+
+
+def float32_sums(x):
+    total = jnp.sum(x, 0) + jnp.mean(x, 0)  # JAX sums in float32
+    return x + total + jnp.cumsum(x.astype(F32), 0).astype(x.dtype)
+
+
+def reversible(x):
+    def body(streams, w):
+        a, b = streams
+        a = a + jnp.tanh(b * w)
+        return (a, b + jnp.tanh(a * w)), None
+
+    return lax.scan(body, (x, x), x)[0][0]
+
+
+def gated(x):
+    def body(state, row):
+        keep = jax.nn.sigmoid(row + state)
+        return keep * state + (1 - keep) * row, None
+
+    return lax.scan(body, jnp.zeros_like(x[0]), x)[0]
+
+
+def counted(x):
+    return x * jnp.asarray(lax.while_loop(lambda i: i < 5, lambda i: i + 1, 0), x.dtype)
+
+
+def written(x):
+    write = lambda i, cache: lax.dynamic_update_slice(cache, x[i][None] + 1, (i, 0))  # noqa: E731
+    return lax.fori_loop(0, len(x), write, jnp.zeros_like(x))
+
+
+CLEAN = [
+    activations,
+    float32_sums,
+    lambda x: all_plants(x.astype(F32)).astype(x.dtype),
+    lambda x: jax.nn.gelu(x, approximate=False),  # its derivative is an exponential
+    lambda x: jax.nn.softmax(x.astype(F32)).astype(x.dtype),
+    lambda x: x + jnp.sum(x[:256], 0, dtype=x.dtype),
+    lambda x: x * x[jnp.arange(len(x)), jnp.zeros(len(x), jnp.int32)][:, None],
+    lambda x: x * jnp.take_along_axis(x, jnp.zeros((len(x), 1), jnp.int32), 1),
+    lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype),
+    lambda x: jnp.sort(x, 0) + x[jnp.argsort(x[:, 0])],
+    lambda x: x * jnp.exp(1j * x.astype(jnp.complex64)).real.astype(x.dtype),
+]
+CLEAN_LOOPS = [
+    reversible,
+    gated,
+    counted,
+    written,
+    lambda x: lax.scan(lambda h, w: (h + jnp.tanh(h * w), None), x, x)[0],  # a residual stream
+    lambda x: lax.scan(lambda mean, row: (0.9 * mean + 0.1 * row, None), x[0], x)[0],
+    lambda x: lax.scan(lambda s, r: (s + r.astype(F32), None), jnp.zeros(x[0].shape), x)[0],
+    lambda x: lax.scan(lambda c, row: (c, row + 1), x[0], x)[1],
+    # The gradient of what a loop over layers closes over is a sum of few terms.
+    lambda x: lax.scan(lambda h, w: (h + jnp.tanh(h * w + x[0]), None), x[1], x)[0],
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_what_is_no_hazard_is_not_found(dtype):
+    def all_clean(x):
+        also = [all_plants] if dtype == F32 else []
+        results = [layer(x) for layer in CLEAN + also] + [layer(x[:24]) for layer in CLEAN_LOOPS]
+        return sum(jnp.mean(jnp.asarray(each).astype(F32)) for each in results)
+
+    assert not hazards_of(all_clean, MANY, 4, dtype=dtype)
+    # The count of a loop is no sum, also where no gradient needs it.
+    assert not hazards(lambda x: (counted(x), 0), shape(24, 3, dtype=dtype))
+
+
+# Exponentials.
+
+
+WAYS = {
+    "jit": jax.jit(gate),
+    "vmap": jax.vmap(gate),
+    "checkpoint": jax.checkpoint(gate),
+    "scan": lambda x: lax.scan(lambda c, _: (gate(c), None), x, None, 3)[0],
+    "map": lambda x: lax.map(gate, x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, gate, jnp.negative, x),
+    "while": lambda x: x * lax.while_loop(lambda c: c[0, 0] < 2, gate, lax.stop_gradient(x)),
+    "linearize": lambda x: jax.jvp(gate, (x,), (x,))[1],
+}
+
+
+def test_a_hazard_is_found_once_under_each_transformation():
+    def all_ways(x):
+        for way, fn in WAYS.items():
+            with jax.named_scope(f"in_{way}"):
+                x = fn(x)
+        return x
+
+    findings = hazards_of(all_ways, 4, 3)
+    assert sorted(each.scope for each in findings) == sorted(f"in_{way}" for way in WAYS)
+    assert {each.place.line for each in findings} == {line_of(gate)}
+
+
+def softmax_by_reciprocal(x):
+    return jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))  # <-
+
+
+def distances(x):
+    return jnp.exp(-0.5 * jnp.sum((x[:, None] - x[None]) ** 2, -1)) @ x  # <-
+
+
+def online(x):
+    def body(carry, row):
+        largest, total = carry
+        new = jnp.maximum(largest, jnp.max(row))
+        return (new, total * jnp.exp(largest - new) + jnp.exp(row - new)), None  # <-
+
+    start = jnp.full((), -jnp.inf, x.dtype), jnp.zeros_like(x[0])
+    return lax.scan(body, start, x)[0][1]
+
+
+@jax.jit
+def softplus(x):
+    """A name of JAX does not hide a function that may overflow."""
+    return jnp.log(1 + jnp.exp(x))  # <-
+
+
+@pytest.mark.parametrize("dtype, naive", [(BF16, "medium"), (F16, "high")])
+def test_an_exponential_of_numbers_up_to_0_is_less_severe(dtype, naive):
+    layers = {softmax_by_reciprocal: "low", distances: "low", online: "low", softplus: naive}
+    findings = hazards_of(lambda x: sum(layer(x).mean() for layer in layers), 8, 4, dtype=dtype)
+    seen = {(each.severity, each.place.line) for each in findings}
+    assert seen == {(severity, line_of(layer)) for layer, severity in layers.items()}
+    assert len(findings) == len(layers)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_what_the_messages_of_exponentials_say_is_measured(dtype, rng):
+    (finding,) = hazards_of(gate, 3, dtype=dtype)
+    stated = float(finding.message.partition("up to ")[2].partition("%")[0]) / 100
+    numbers = rng.uniform(8, 9, size=1000)
+    exact = np.exp(numbers)
+    low = np.exp(np.asarray(jnp.asarray(numbers, F32).astype(dtype), np.float64))
+    assert stated / 2 < (np.abs(low - exact) / exact).max() < stated * 1.05
+    assert finding.severity == ("high" if dtype == F16 else "medium")
+    if dtype == F16:
+        limit = float(finding.message.partition("beyond ")[2].partition(",")[0])
+        assert jnp.isfinite(jnp.exp(F16.type(limit - 0.01)))
+        assert jnp.isinf(jnp.exp(F16.type(limit + 0.01)))
+    (finding,) = hazards_of(lambda x: x**3.3, 4, 3, dtype=dtype)
+    assert ("overflows beyond 65504" in finding.message) == (dtype == F16)
+    assert ("loses digits" in finding.message) == (dtype == BF16)
+
+
+def test_autocast_leaves_no_exponential_but_those_that_a_rule_asks_for():
+    def loss(w, x):
+        return jnp.mean(sum(layer(x @ w) for layer in (gate, logarithm, norm, power, softmax)) @ w)
+
+    w, policy = shape(4, 4), "c=bf16; op.exp: bf16"
+    assert not hazards(jmpx.autocast(loss), w, w)
+    low = lambda w, x: jnp.mean(gate(x @ w))  # noqa: E731
+    (finding,) = hazards(jmpx.autocast(low, policy), w, w)
+    assert finding.rule == "op.exp: f32"
+    assert not hazards(jmpx.autocast(low, f"{policy}; {finding.rule}"), w, w)
+
+
+def test_a_module_with_products_gets_advice():
+    loss, args = planted("haiku", lambda x: jax.nn.softmax(x @ x.T) @ x, "c=bf16,o=f32")
+    (finding,) = hazards(loss, *args)
+    advice = "x.astype(jnp.float32) before exp"
+    assert finding.rule == f"no rule that keeps 16-bit matmuls fixes it: {advice}"
+
+
+# Sums.
+
+
+@pytest.mark.parametrize("dtype, limit", [(BF16, 256), (F16, 2048)])
+def test_a_sum_stops_where_the_messages_say(dtype, limit, rng):
+    term = dtype.type(2.0 ** int(rng.integers(-8, 4)))
+    terms = jnp.full(limit + 50, term, dtype)
+    sums = lax.scan(lambda s, t: (s + t, s + t), jnp.zeros((), dtype), terms)[1]
+    assert sums[limit - 2] == (limit - 1) * term and (sums[limit - 1 :] == limit * term).all()
+    for trips, severity in ((limit + 1, "high"), (limit, "medium"), (limit // 16, "low")):
+
+        def by_loop(w, trips=trips):
+            terms = w * jnp.ones(trips, dtype)
+            return lax.scan(lambda s, t: (s + t, None), jnp.zeros_like(w), terms)[0]
+
+        (finding,) = hazards_of(by_loop, dtype=dtype)
+        assert (finding.name, finding.severity) == ("low-carry", severity)
+        assert f"1/{limit} of" in finding.message
+
+    summed = lambda x: jnp.sum(x, dtype=x.dtype)  # noqa: E731
+    assert not hazards_of(summed, limit, dtype=dtype)
+    (finding,) = hazards_of(summed, limit + 1, dtype=dtype)
+    assert f"{limit + 1:,} terms" in finding.message
+
+    def scattered_sum(terms):
+        return jnp.zeros(1, dtype).at[jnp.zeros(len(terms), jnp.int32)].add(terms)[0]
+
+    (finding,) = hazards_of(scattered_sum, limit + 9, dtype=dtype)
+    assert finding.severity == "high" and f"only to {limit}: " in finding.message
+    assert scattered_sum(jnp.ones(limit + 9, dtype)) == limit
+
+
+def test_a_while_loop_is_found():
+    def fn(x):
+        def body(state):
+            i, total = state
+            return i + 1, total + x[i]  # <-
+
+        return lax.while_loop(lambda state: state[0] < 5, body, (0, jnp.zeros((), x.dtype)))[1]
+
+    (finding,) = hazards(lambda x: fn(x)[None], shape(8, dtype=BF16))
+    assert (finding.name, finding.place.line) == ("low-carry", line_of(fn))
+    assert finding.severity == "high" and "unknown" in finding.message
+
+
+@pytest.mark.parametrize("cell_casts", [False, True])
+def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time(cell_casts):
+    def loss(w, x):
+        if not cell_casts:
+            w = w.astype(BF16)
+
+        def cell(h, row):
+            return jnp.tanh(h @ w.astype(BF16) + row), None
+
+        h, _ = lax.scan(cell, jnp.zeros((2, 4), BF16), x)  # <-
+        return jnp.mean(h.astype(F32))
+
+    w, x = shape(4, 4), shape(MANY, 2, 4, dtype=BF16)
+    findings = hazards(loss, w, x)
+    if cell_casts:
+        assert not findings
+    else:
+        (finding,) = findings
+        assert (finding.name, finding.place.line) == ("low-carry", line_of(loss))
+        assert "gradient" in finding.message
+        assert not hazards(loss, w, shape(100, 2, 4, dtype=BF16))
+
+
+@pytest.mark.parametrize("length, severity", [(9, "low"), (300, "high")])
+def test_micro_batches_in_16_bits_are_found(length, severity):
+    """Beside the gradients, a loop hands on what they depend on, such as the state of a model."""
+
+    def step(w, x):
+        def body(carry, batch):
+            total, mean = carry
+            grads = jax.grad(lambda w: jnp.mean((batch @ w - mean).astype(F32)))(w)
+            return (total + grads, jnp.maximum(mean, (batch @ w).max())), None  # <-
+
+        return lax.scan(body, (jnp.zeros_like(w), jnp.zeros((), w.dtype)), x)[0]
+
+    (finding,) = hazards(step, shape(4, 2, dtype=BF16), shape(length, 3, 4, dtype=BF16))
+    assert (finding.name, finding.place.line) == ("low-carry", line_of(step))
+    assert finding.severity == severity
+
+
+def test_the_gradient_of_an_embedding_is_a_long_sum():
+    """Each token adds to one row of the table, one after the other."""
+
+    def loss(table, tokens):
+        return jnp.mean(table.astype(BF16)[tokens].astype(F32) ** 2)  # <-
+
+    (finding,) = hazards(loss, shape(5, 4), shape(MANY, dtype="int32"))
+    assert (finding.name, finding.severity) == ("low-sum", "medium")  # tokens may differ
+    assert finding.place.line == line_of(loss)
+    assert not hazards(loss, shape(5, 4), shape(100, dtype="int32"))
+
+
+# Sums over devices.
+
+
+def test_a_collective_in_16_bits_is_found_with_its_axis():
+    def summed(dtype):
+        def local(x):
+            return lax.psum(x.astype(dtype), "data").astype(F32)
+
+        return jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P())
+
+    (finding,) = hazards_of(summed(BF16), 4, 3, dtype=F32)
+    assert finding.name == "low-collective" and "'data'" in finding.message
+    assert finding.rule.startswith("r=f32")
+    assert not hazards_of(summed(F32), 4, 3, dtype=F32)
+
+
+def test_the_rule_for_a_collective_mends_it():
+    def found_in_step(policy):
+        """In a step that averages its gradients over devices, by a policy."""
+
+        def loss(w, x):
+            return jnp.mean((x @ w.astype(x.dtype)).astype(F32))
+
+        def local(w, x):
+            over = jmpx.Over("data")
+            step = jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), policy=policy, over=over)
+            result = step(w, x)
+            return result.value, result.grads
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+        step = jax.shard_map(local, mesh=mesh(), check_vma=False, **specs)
+        return hazards(step, shape(3, 2), shape(4, 3))
+
+    (finding,) = found_in_step("c=bf16,o=f32,r=bf16")
+    assert finding.name == "low-collective"
+    assert not found_in_step(f"c=bf16,o=f32,{finding.rule.partition(' ')[0]}")
+
+
+def test_a_sum_over_a_mapped_axis_is_a_sum():
+    def total(x):
+        return jax.vmap(lambda row: lax.psum(row, "rows"), axis_name="rows")(x)
+
+    (finding,) = hazards_of(total, MANY, 2)
+    assert finding.name == "low-sum" and "300 terms" in finding.message
+    assert not hazards_of(total, 4, 2)
+
+
+def test_a_gather_in_16_bits_is_no_finding():
+    def local(x):
+        return lax.all_gather(x.astype(BF16), "data", tiled=True).astype(F32)
+
+    fn = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=False)
+    assert not hazards(fn, shape(4, 3))
+
+
+# Layers of the frameworks.
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_batch_norm_of_haiku_in_16_bits_is_found_and_mended():
+    net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))  # <-
+    params, state = jax.eval_shape(net.init, jax.random.key(0), shape(8, 4))
+
+    def loss(params, state, x, policy):
+        with jmpx.haiku.policies(policy):
+            out, state = net.apply(params, state, None, x)
+        return jnp.mean(out), state
+
+    (finding,) = hazards(loss, params, state, shape(8, 4), "c=bf16,o=f32")
+    assert finding.place.function == "<lambda>"
+    assert finding.rule == "x.astype(jnp.float32) before rsqrt"  # the norm is the outermost module
+    assert not hazards(loss, params, state, shape(8, 4), "c=bf16,o=f32; BatchNorm: full")
+
+
+def test_the_embedding_of_linen_in_16_bits_is_found_and_mended():
+    net, tokens = nn.Embed(5, 4), shape(MANY, dtype="int32")
+    params = jax.eval_shape(net.init, jax.random.key(0), tokens)
+
+    def loss(params, tokens, policy):
+        with jmpx.flax.policies(policy):
+            return jnp.mean(jnp.square(jnp.asarray(net.apply(params, tokens))))  # <-
+
+    (finding,) = hazards(loss, params, tokens, "c=bf16,o=f32")
+    assert (finding.name, finding.place.line) == ("low-sum", line_of(loss))
+    assert finding.rule == "Embed: full"
+    assert not hazards(loss, params, tokens, f"c=bf16,o=f32; {finding.rule}")

@@ -1,0 +1,602 @@
+"""Float32 that leaks into 16 bits: each leak is found once, at its line, with what mends it."""
+
+import importlib.util
+import math
+import os
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import BF16, F16, F32
+from helpers.findings_of import found, line_of, shape
+from helpers.planted_layer import outlined
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+
+# Why the one private name: a test plays a library, whose folder the audit looks up here.
+from jmpx._jaxprs import places
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+WIDTH = 8
+POSITIONS = np.linspace(0, 1, WIDTH)
+THREE = jnp.array(np.float32(3))
+MASK = jnp.tri(WIDTH, dtype=bool)[3]
+
+
+def mean_square(y):
+    return jnp.mean(y.astype(F32) ** 2)
+
+
+def seen(findings):
+    """The lines and names of findings in this file."""
+    assert all(os.path.samefile(each.place.file, __file__) for each in findings), findings
+    return sorted((each.place.line, each.name) for each in findings)
+
+
+# Each takes activations in 16 bits and a float32 parameter; its leak is at the line with a mark.
+
+
+def numpy_scalar(x, w):
+    return x * np.sqrt(8)  # <-
+
+
+def numpy_constant(x, w):
+    return x + POSITIONS  # <-
+
+
+def array_of_number(x, w):
+    return x * THREE  # <-
+
+
+def float32_parameter(x, w):
+    x = jnp.tanh(x)
+    return x + w[0]  # <-
+
+
+def number_in_a_helper(x, w):
+    scale = jax.jit(lambda x: x * np.float32(3))  # <-
+    return scale(x)
+
+
+def float32_select(x, w):
+    return jnp.where(MASK, x, np.float32(0.5))  # <-
+
+
+def float32_product(x, w):
+    wide = x.astype(F32)
+    wide = jnp.tanh(wide)
+    y = wide @ w  # <-
+    return y.astype(x.dtype)
+
+
+def product_of_arguments(x, w):
+    folded = w @ w  # <-
+    return x @ folded.astype(x.dtype)
+
+
+def mixed_product(x, w):
+    return (x @ w).astype(x.dtype)  # <-
+
+
+def mixed_einsum(x, w):
+    y = jnp.einsum("btd,de->bte", x, w)  # <-
+    return y.astype(x.dtype)
+
+
+def cast_product(x, w):
+    y = jax.lax.dot_general(x.astype(F32), w, (((2,), (0,)), ((), ())))  # <-
+    return y.astype(x.dtype)
+
+
+def wide_result(x, w):
+    y = jnp.einsum("btd,bsd->bts", x, x, preferred_element_type=F32)  # <-
+    return x + y.astype(x.dtype).mean(axis=-1, keepdims=True)
+
+
+def saved_gelu(x, w):
+    wide = jnp.tile(x, 2 * WIDTH).astype(F32)  # <-
+    return jax.nn.gelu(wide)[..., :WIDTH].astype(x.dtype)
+
+
+def down_and_up(x, w):
+    y = jax.nn.softmax(x.astype(F32)).astype(x.dtype)
+    return jax.nn.softmax(y.astype(F32)).astype(x.dtype)  # <-
+
+
+def rounded_twice(x, w):
+    return x @ w.astype(F16).astype(BF16)  # <-
+
+
+def rounded_by_way_of_float32(x, w):
+    y = (x @ w.astype(x.dtype)).astype(F32)
+    return y.astype(F16).astype(x.dtype)  # <-
+
+
+def mask_in_where(x, w):
+    return jnp.where(MASK, x, -1e9)  # <-
+
+
+def mask_of_floats(x, w):
+    bias = jnp.where(MASK, 0.0, -1e9)
+    return x + bias  # <-
+
+
+def constant_mask(x, w):
+    return x + jnp.asarray(np.where(MASK, 0, -1e9).astype(np.float32)).astype(x.dtype)  # <-
+
+
+def filled_mask(x, w):
+    return x + -1e9 * MASK.astype(x.dtype)  # <-
+
+
+def small_epsilon(x, w):
+    return x / (jnp.abs(x) + 1e-9)  # <-
+
+
+def epsilon_in_a_root(x, w):
+    return x * jnp.sqrt(jnp.mean(x.astype(F32)).astype(x.dtype) + 1e-8)  # <-
+
+
+def mask_times_number(x, w):
+    return x - 1e9 * MASK  # <-
+
+
+def inverted_mask(x, w):
+    mask = MASK.astype(jnp.int32)
+    return x + (1.0 - mask) * -1e9  # <-
+
+
+def float_mask(x, w):
+    mask = jax.lax.stop_gradient(w[0])
+    return x + ((1 - mask) * -1e9).astype(x.dtype)  # <-
+
+
+PROMOTIONS = [numpy_scalar, numpy_constant, array_of_number, float32_parameter]
+PROMOTIONS += [number_in_a_helper, float32_select]
+IN_BFLOAT16 = {
+    **dict.fromkeys(PROMOTIONS, "promotion"),
+    **dict.fromkeys((float32_product, product_of_arguments), "float32-product"),
+    **dict.fromkeys((mixed_product, mixed_einsum, cast_product, wide_result), "mixed-product"),
+    saved_gelu: "saved-float32",
+    down_and_up: "cast-to-and-fro",
+    **dict.fromkeys((rounded_twice, rounded_by_way_of_float32), "double-rounding"),
+}
+RANGES = [mask_in_where, mask_of_floats, constant_mask, filled_mask, small_epsilon]
+RANGES += [epsilon_in_a_root, mask_times_number, inverted_mask, float_mask]
+LEAKS = IN_BFLOAT16 | dict.fromkeys(RANGES, "constant-range")
+OF_DTYPE = {BF16: [*IN_BFLOAT16], F16: RANGES}
+
+
+def at_their_lines(leaks):
+    return sorted((line_of(leak), LEAKS[leak]) for leak in leaks)
+
+
+def network(framework, leaks, dtype):
+    """The loss of a network with a module for each leak, in a shortcut between two layers.
+
+    Layers have parameters in a dtype, the planted modules in float32.
+    """
+    names = [leak.__name__ for leak in leaks]
+
+    def body(m, x):
+        for i, leak in enumerate(leaks):
+            plant = lambda m, y, leak=leak: leak(y, m.param("w", WIDTH, WIDTH))  # noqa: E731
+            y = m.inner(leak.__name__, plant)(m.linear(f"before_{i}", WIDTH)(x))
+            x = x + m.linear(f"after_{i}", WIDTH)(y).astype(x.dtype)
+        return x
+
+    def cast(path, leaf):
+        is_planted = any(name in jax.tree_util.keystr(path) for name in names)
+        return leaf if is_planted else shape(*leaf.shape, dtype=dtype)
+
+    net = outlined(framework, body, jnp.ones((2, 3, WIDTH)))
+    model = jax.tree_util.tree_map_with_path(cast, net.model)
+    run = lambda model, x, policy=None: mean_square(net.under(policy)(model, x))  # noqa: E731
+    return run, model, shape(2, 3, WIDTH, dtype=dtype)
+
+
+# Overflow in a cast is what some of these plant.
+overflows = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+
+
+@pytest.mark.sampled(3)
+@overflows
+@pytest.mark.parametrize(
+    "framework, dtype", [("haiku", BF16), ("linen", F16), ("nnx", BF16), ("equinox", F16)]
+)
+def test_each_leak_is_found_once_at_its_line(framework, dtype):
+    findings = found(*network(framework, OF_DTYPE[dtype], dtype))
+    assert seen(findings) == at_their_lines(OF_DTYPE[dtype])
+    for finding in findings:
+        assert finding.scope.rpartition("/")[2] in {leak.__name__ for leak in OF_DTYPE[dtype]}
+        assert finding.rule
+
+
+def in_scan(block, x, *weights):
+    return jax.lax.scan(lambda x, w: (block(x, *w), None), x, [w[None] for w in weights])[0]
+
+
+WAYS = {
+    "jit in scan": lambda block, *args: in_scan(jax.jit(block), *args),
+    "vmap": lambda block, x, *w: jax.vmap(lambda x: block(x[None], *w)[0])(x),
+    "cond": lambda block, x, *w: jax.lax.cond(x.sum() > 0, block, lambda x, *w: x, x, *w),
+    "checkpoint": lambda block, *args: jax.checkpoint(block)(*args),
+}
+
+
+@pytest.mark.sampled(2)
+@overflows
+@pytest.mark.parametrize(
+    "way, dtype",
+    [("jit in scan", BF16), ("vmap", BF16), ("cond", F16), ("checkpoint", BF16)],
+)
+def test_lines_under_transformations(way, dtype):
+    # What is computed anew is not saved.
+    leaks = [leak for leak in OF_DTYPE[dtype] if (way, leak) != ("checkpoint", saved_gelu)]
+
+    def loss(linear, w, x):
+        for leak in leaks:
+            block = lambda x, linear, w: (leak(x @ linear, w) @ linear).astype(x.dtype)  # noqa: B023, E731
+            x = x + WAYS[way](block, x, linear, w)
+        return mean_square(x)
+
+    w, x = shape(WIDTH, WIDTH), shape(2, 3, WIDTH, dtype=dtype)
+    findings = found(loss, shape(WIDTH, WIDTH, dtype=dtype), w, x, names=LEAKS.values())
+    assert seen(findings) == at_their_lines(leaks)
+
+
+# What the advice makes of a leak; and what is none.
+
+
+def cast_parameter(x, w):
+    x = jnp.tanh(x)
+    return x + w[0].astype(x.dtype)
+
+
+def cast_result(x, w):
+    y = jnp.einsum("btd,bsd->bts", x, x).astype(F32)
+    return x + jax.nn.softmax(y).astype(x.dtype).mean(axis=-1, keepdims=True)
+
+
+MENDED = [
+    cast_parameter,
+    cast_result,
+    lambda x, w: x * math.sqrt(8),
+    lambda x, w: x + POSITIONS.astype(x.dtype),
+    lambda x, w: x @ w.astype(x.dtype),
+    lambda x, w: jax.nn.gelu(jnp.tile(x, 2 * WIDTH))[..., :WIDTH],
+    lambda x, w: jnp.where(MASK, x, jnp.finfo(x.dtype).min),
+    lambda x, w: jnp.where(MASK, x, -jnp.inf),
+    lambda x, w: x / (jnp.abs(x) + 1e-4),
+    lambda x, w: x - 6e4 * MASK,
+    lambda x, w: x + (w[0] * 1e-9 * 1e9).astype(x.dtype),
+    lambda x, w: jnp.clip(jnp.clip(x, -1, 1), 0.01, 0.99),
+    lambda x, w: jax.nn.softplus(x) + jax.nn.mish(x),  # which add a 0 to x
+    lambda x, w: x * 0 + x / sum([x]),
+    lambda x, w: sum([x, x]),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_mended_leaks(dtype):
+    def loss(linear, w, x):
+        for leak in MENDED:
+            x = x + (leak(x @ linear, w) @ linear).astype(x.dtype)
+        return mean_square(x)
+
+    w, x = shape(WIDTH, WIDTH), shape(2, 3, WIDTH, dtype=dtype)
+    assert not found(loss, shape(WIDTH, WIDTH, dtype=dtype), w, x)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("framework, linear", [("haiku", "Linear"), ("linen", "Dense")])
+def test_rules_mend_products_in_a_module_that_is_left_in_float32(framework, linear):
+    products = [mixed_product, mixed_einsum, product_of_arguments]
+    args, policy = network(framework, products, F32), f"{linear}: c=bf16,o=bf16"
+    findings = found(*args, policy)
+    assert seen(findings) == at_their_lines(products)
+    assert not found(*args, "; ".join([policy, *(each.rule for each in findings)]))
+
+
+def test_rules_mend_dtype_fields():
+    class Fields(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(WIDTH, name="first")(x)
+            left = nn.Dense(WIDTH, dtype=F32, name="left")(x)
+            right = nn.Dense(WIDTH, dtype=F32, name="right")(x)
+            return left * right + nn.Dense(WIDTH, name="last")(x)
+
+    net, x = Fields(), shape(8, WIDTH)
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
+
+    def wide(policy_map):
+        def loss(params, x):
+            with jmpx.flax.policies(policy_map):
+                return mean_square(jnp.asarray(net.apply(params, x)))
+
+        return found(loss, params, x, names=("float32-product", "mixed-product"))
+
+    rules = [finding.rule for finding in wide("c=bf16,o=f32")]
+    assert sorted(rules) == [f"*/{side}: c=bf16,o=bf16" for side in ("left", "right")]
+    assert wide("; ".join(["c=bf16,o=f32", *rules])) == []
+
+
+# Leaks through several modules.
+
+
+class Block(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return x + rms_norm(x).astype(BF16) @ self.w
+
+
+class Stream(eqx.Module):
+    block: Block
+
+    def __call__(self, x):
+        x = x.astype(F32)  # <-
+        for _ in range(3):
+            x = self.block(x)
+        return x.astype(BF16) @ self.block.w
+
+
+class Router(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jax.nn.softmax((x @ self.w).astype(F32))  # <-
+
+
+class Experts(eqx.Module):
+    router: Router
+    expert: Block
+
+    def __call__(self, x):
+        x = x + self.router(x)[..., :1] * self.expert(x)
+        return x @ self.expert.w
+
+
+def rms_norm(x):
+    wide = x.astype(F32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+
+
+X, W, BF16_W = shape(2, 3, WIDTH), shape(WIDTH, WIDTH), shape(WIDTH, WIDTH, dtype=BF16)
+BF16_X = shape(2, 3, WIDTH, dtype=BF16)
+PRODUCT = 2 * 2 * 3 * WIDTH**2  # FLOPs
+
+
+@pytest.mark.parametrize(
+    "model, cls, products",
+    [
+        (Stream(Block(BF16_W)), Stream, 0),
+        (Experts(Router(BF16_W), Block(BF16_W)), Router, 1),
+    ],
+)
+def test_float32_that_widens_other_modules(model, cls, products):
+    (finding,) = found(lambda model, x: mean_square(model(x)), model, BF16_X)
+    assert seen([finding]) == [(line_of(cls), "promotion")]
+    assert finding.flops == products * 3 * PRODUCT
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_flops_are_those_of_both_passes(length):
+    def loss(w, half, x):
+        def body(x, _):
+            return (x * np.float32(2) @ half).astype(BF16) @ w.astype(BF16), None
+
+        return mean_square(jax.lax.scan(body, x, None, length=length)[0])
+
+    (finding,) = found(loss, W, BF16_W, BF16_X)
+    # The gradient is in `w` alone, so that of `half` is not computed.
+    assert finding.flops == length * 2 * PRODUCT
+    assert finding.count == length
+
+
+def test_a_step_in_float32_may_have_some_16_bits():
+    def loss(w, x):
+        scores = (x @ w.astype(BF16)).astype(F32)
+        return mean_square(jnp.tanh(jnp.tanh(scores @ w) @ w) @ w)
+
+    assert not found(loss, W, BF16_X)
+
+
+def test_a_gradient_function_that_casts_before_an_adapter():
+    def step(model, scale, x):
+        def loss(model, x):
+            return mean_square(jmpx.equinox.with_policies(model, "c=bf16,o=f32")(x))
+
+        return jmpx.filter_value_and_grad(loss, scale, policy="c=f16")(model, x)  # casts here
+
+    with pytest.warns(UserWarning, match="cast its arguments"):
+        findings = found(step, Router(W), jmpx.DynamicLossScale(jnp.float32(1024)), X)
+    assert "double-rounding" in {finding.name for finding in findings}
+
+
+def test_parameters_stored_in_another_16_bit_dtype():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(WIDTH)(x)))
+    params = {"linear": {"w": BF16_W, "b": shape(WIDTH, dtype=BF16)}}
+
+    def loss(params, x):
+        with jmpx.haiku.policies("p=bf16,c=f16,o=f32"):
+            return mean_square(network.apply(params, x))
+
+    (finding,) = found(loss, params, X)
+    assert (finding.name, finding.count) == ("double-rounding", 2)
+    assert "params['linear']" in finding.message
+
+
+def test_convolution():
+    def convolved(x, kernel):
+        names = ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=names)
+
+    def loss(kernel, x):
+        for _ in range(2):
+            x = convolved(x, kernel.astype(BF16))
+        return mean_square(convolved(jnp.tanh(x.astype(F32)), kernel))
+
+    (finding,) = found(loss, shape(3, WIDTH, WIDTH), BF16_X)
+    assert finding.name == "float32-product"
+    assert finding.message.startswith("A convolution")
+    taps = 2 + 3 + 2  # of the kernel, at the three places of the inputs
+    assert finding.flops == 3 * 2 * 2 * taps * WIDTH**2
+
+
+# One cause is one finding, which names where float32 was made.
+
+
+def made_elsewhere(w, x):
+    noise = jax.random.normal(jax.random.key(0), x.shape)  # made
+    noise = jnp.tanh(noise)
+    first = noise @ w  # <-
+    second = noise @ w.T
+    return mean_square(x @ w + (first + second).astype(BF16))
+
+
+def added_elsewhere(w, x):
+    angles = jnp.sin(jnp.arange(WIDTH, dtype=F32))  # made
+    x = jnp.tanh(x)
+    return mean_square((x @ w + angles) @ w)  # <-
+
+
+def wide_island(w, x):
+    x = x @ w
+    wide = x.astype(F32)  # made
+    normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    gate = jax.nn.silu(normal @ w)  # <-
+    return mean_square(((normal @ w.T) * gate).astype(BF16) @ w @ w)
+
+
+@pytest.mark.parametrize(
+    "loss, name, count",
+    [
+        (made_elsewhere, "mixed-product", 2),
+        (added_elsewhere, "promotion", 1),
+        (wide_island, "mixed-product", 2),
+    ],
+)
+def test_a_finding_names_the_line_where_float32_was_made(loss, name, count):
+    (finding,) = found(loss, BF16_W, BF16_X)
+    assert (finding.name, finding.count) == (name, count)
+    assert finding.place.line == line_of(loss)
+    assert f"{os.path.basename(__file__)}:{line_of(loss, 'made')} " in finding.message
+    assert finding.message.startswith("2 products") == (count == 2)
+
+
+def test_arrays_of_two_lines_are_one_finding_of_a_line_and_scope():
+    def loss(w, x):
+        one = jax.random.normal(jax.random.key(0), x.shape)
+        two = jax.random.normal(jax.random.key(1), x.shape)
+        return mean_square((one @ w + two @ w).astype(BF16) @ w @ w + x @ w)
+
+    (finding,) = found(loss, BF16_W, BF16_X)
+    assert finding.count == 2
+
+
+def test_a_boolean_that_becomes_float32_is_an_array():
+    is_trained = jnp.asarray(True)
+
+    def loss(w, x):
+        return mean_square((x * jax.jit(lambda: is_trained.astype(F32))()) @ w)  # <-
+
+    (finding,) = found(loss, BF16_W, BF16_X)
+    assert (finding.name, finding.place.line) == ("promotion", line_of(loss))
+    assert "meets a float32 array and goes on" in finding.message
+
+
+def tied(m, tokens):
+    """A product in a parent that owns nothing."""
+    table = m.param("table", 100, WIDTH)
+    x = m.linear("last", WIDTH)(m.linear("first", 256)(table[tokens]))
+    x = jnp.tanh(jax.random.normal(jax.random.key(0), x.shape)) + x  # <-
+    return x @ table.T.astype(x.dtype)
+
+
+@pytest.mark.parametrize("framework", ["linen", "haiku"])
+def test_a_tied_head_in_a_parent_is_found_where_its_input_became_float32(framework):
+    tokens = jnp.zeros((8, 16), int)
+    net = outlined(framework, tied, tokens)
+    run = net.under("c=bf16,o=f32")
+    (finding,) = found(lambda model, ids: mean_square(run(model, ids)), net.model, tokens)
+    assert (finding.name, finding.place.line) == ("promotion", line_of(tied))
+    assert ", with 1 product behind it" in finding.message
+    assert ".astype" in finding.rule
+
+
+@pytest.mark.parametrize("rows, severity", [(8, "high"), (64, "medium"), (1024, "low")])
+def test_severity_goes_by_shares(rows, severity):
+    """Positions that are little work are less severe in a large step."""
+
+    def loss(w, x):
+        positions = jnp.arange(16, dtype=F32)[:, None] * jnp.ones((16, 16))
+        positions = positions @ positions.T  # <-
+        return mean_square(x @ w @ w) + jnp.sum(positions) * jnp.mean(x)
+
+    report = jmpx.inspect.audit(loss)(shape(64, 64, dtype=BF16), shape(rows, 64, dtype=BF16))
+    share = 2 * 16**3 / sum(each.flops for each in report.products)
+    assert {"high": share > 0.01, "medium": 0.001 < share < 0.01, "low": share < 0.001}[severity]
+    (finding,) = (f for f in report.findings if f.name in ("float32-product", "mixed-product"))
+    assert (finding.severity, finding.place.line) == (severity, line_of(loss))
+
+
+def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages" / "somebody"
+    folder.mkdir(parents=True)
+    file = folder / "layers.py"
+    file.write_text("def scaled(x, number):\n    return x * number\n")
+    spec = importlib.util.spec_from_file_location("somebody_layers", file)
+    assert spec and spec.loader
+    layers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layers)
+    monkeypatch.setattr(places, "_packages", lambda: (f"{folder.parent}{os.sep}",))
+
+    def loss(w, x):
+        return mean_square(layers.scaled(x @ w, np.float32(3)) @ w)  # <-
+
+    report = jmpx.inspect.audit(loss)(BF16_W, BF16_X)
+    (finding,) = report.findings
+    assert (finding.place.file, finding.place.line) == (str(file), 2)
+    assert finding.place.caller.line == line_of(loss)
+    text = f"somebody{os.sep}layers.py:2 (scaled), called at {finding.place.caller}"
+    assert str(finding.place) == text and text in str(report)
+
+
+# What autocast rounds.
+
+BODIES = {
+    "rounded behind a factor": lambda h: h * 1e-9 * 1e9,
+    "mask": lambda h: jax.nn.softmax(jnp.where(jnp.tri(8, WIDTH, dtype=bool), h, -1e9)),
+    "added mask": lambda h: jax.nn.softmax(h + jnp.where(jnp.tri(8, WIDTH, dtype=bool), 0, -1e9)),
+    "mask times number": lambda h: jax.nn.softmax(h - 1e9 * jnp.tri(8, WIDTH, dtype=bool)),
+    "exact gelu": lambda h: jax.nn.gelu(h, approximate=False),
+    "norm": lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6),
+    "running sum": lambda h: jnp.cumsum(h, axis=0),
+    "scatter": lambda h: h.at[jnp.array([0, 1, 0])].add(h[:3]),
+}
+
+
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_what_autocast_rounds_is_no_finding(compute):
+    def loss(w, x):
+        return sum(jnp.mean((body(x @ w) @ w) ** 2) for body in BODIES.values())
+
+    assert not found(jmpx.autocast(loss, f"c={compute}"), W, shape(8, WIDTH))
+
+
+def test_what_the_user_rounds_under_autocast_is_one_finding():
+    def loss(w, x):
+        return jnp.mean((x @ w).astype(BF16).astype(F32) @ w)  # <-
+
+    (finding,) = found(jmpx.autocast(loss, "c=f16"), W, shape(8, WIDTH))
+    assert (finding.name, finding.place.line) == ("double-rounding", line_of(loss))
