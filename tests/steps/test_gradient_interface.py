@@ -1,0 +1,192 @@
+"""What gradient functions take and return: options, signatures, and named tuples."""
+
+import dataclasses
+import inspect
+import pickle
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, normal
+from helpers.maps import AXIS, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+import jmpx.mpx as mpx
+from jmpx.types import Gradients, GradientsAndAux, ValueAndGradients
+
+# Options
+
+
+VALUES: list[Any] = [
+    jmpx.Batch(argnums=(1, 2), microbatches=4, sharding=P("data")),
+    jmpx.Over(("data", "model"), sharded={"w": True, "b": "own"}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=["Batch", "Over"])
+def test_options_are_values(value):
+    assert pickle.loads(pickle.dumps(value)) == value == dataclasses.replace(value)
+    assert type(value).__module__ == "jmpx" and repr(value).startswith(f"{type(value).__name__}(")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.sharding = None
+
+
+def test_micro_batches_are_no_traced_number():
+    with pytest.raises(TypeError, match="Expected microbatches to be a whole number, got .*: 1 "):
+        jax.jit(lambda count: jmpx.Batch(microbatches=count).microbatches)(2)
+    jmpx.filter_grad(  # micro-batches and an axis do not contradict each other
+        jnp.sum, jmpx.NoOpLossScale(), batch=jmpx.Batch(microbatches=2), over=jmpx.Over("rows")
+    )
+
+
+# Signatures
+
+
+@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+def test_a_gradient_function_can_be_held(make):
+    parameters = list(inspect.signature(make).parameters.values())
+    names = "func scaling has_aux policy grad_dtype uncast state_argnum batch over"
+    assert [p.name for p in parameters] == names.split()
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(names.split()[3:])
+    assert parameters == list(inspect.signature(jmpx.filter_grad).parameters.values())
+    assert len(str(make.__doc__).splitlines()) <= 60
+
+
+def half_mean(params: jax.Array, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    """Half of the mean."""
+    return (params * x * scale).mean() / 2
+
+
+class Halve(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array, *, shift: float = 0.0) -> jax.Array:
+        return self.weight * x / 2 + shift
+
+    @jmpx.force_full_precision
+    def method(self, x: jax.Array, power: int = 2) -> jax.Array:
+        assert x.dtype == jnp.float32
+        return x**power
+
+
+WRAPPERS = {
+    "cast_function": lambda f: mpx.cast_function(f, "bf16", "f32"),
+    "force_full_precision": jmpx.force_full_precision,
+    "filter_grad": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale()),
+    "filter_value_and_grad": lambda f: jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale()),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_function_keeps_its_signature_and_its_name(wrapper):
+    wrapped = WRAPPERS[wrapper](half_mean)
+    assert inspect.signature(wrapped) == inspect.signature(half_mean)
+    assert (wrapped.__name__, wrapped.__doc__) == ("half_mean", "Half of the mean.")
+    wrapped(jnp.ones(3), jnp.ones(3), scale=2.0)
+    if "grad" not in wrapper:
+        module = Halve(jnp.ones(3))
+        wrapped = WRAPPERS[wrapper](module)
+        assert inspect.signature(wrapped) == inspect.signature(module)
+        assert list(inspect.signature(wrapped).parameters) == ["x", "shift"]
+        assert wrapped(jnp.ones(3), shift=1.0).tolist() == [1.5] * 3
+
+
+def test_a_decorated_method_is_one():
+    assert Halve(jnp.ones(3, jnp.float16)).method(jnp.ones(3, jnp.float16)).dtype == jnp.float16
+    assert list(inspect.signature(Halve.method).parameters) == ["self", "x", "power"]
+
+
+# Results
+
+
+VALUE_FIELDS = ("value", "scaling", "grads_finite", "grads")
+FIELDS = {
+    ("value", False): (ValueAndGradients, VALUE_FIELDS),
+    ("value", True): (ValueAndGradients, VALUE_FIELDS),
+    ("grad", False): (Gradients, VALUE_FIELDS[1:]),
+    ("grad", True): (GradientsAndAux, (*VALUE_FIELDS[1:], "aux")),
+}
+RUNS = dict(zip(FIELDS, [jax.jit, eqx.filter_jit, nnx.jit, lambda f: f], strict=True))
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2).astype(jnp.float32)
+
+
+def loss_and_aux(params, x):
+    return loss_fn(params, x), {"norm": jnp.abs(params["w"]).sum()}
+
+
+def make_problem(rng):
+    return {"w": normal(rng, 3)}, normal(rng, 4, 3)
+
+
+@pytest.mark.parametrize(("name", "has_aux"), FIELDS)
+def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng):
+    params, x = make_problem(rng)
+    scaling, loss = jmpx.DynamicLossScale(2.0**10), loss_and_aux if has_aux else loss_fn
+    of = lambda room: {"value": room.filter_value_and_grad, "grad": room.filter_grad}[name]  # noqa: E731
+    grad_fn: Any = of(jmpx)(loss, scaling, has_aux)
+    plain: Any = of(mpx)(loss, scaling, has_aux, use_mixed_precision=False)
+    cls, fields = FIELDS[name, has_aux]
+    for make in (plain, grad_fn):
+        result: Any = RUNS[name, has_aux](make)(params, x)
+        assert type(result) is cls and issubclass(cls, tuple)
+        assert result._fields == fields and len(result) == len(fields)
+        assert all(a is getattr(result, b) for a, b in zip(result, fields, strict=True))
+        assert isinstance(result.scaling, jmpx.DynamicLossScale)
+        assert result.grads_finite.dtype == jnp.bool_ and result.grads_finite.shape == ()
+        assert result.grads["w"].shape == (3,) and result.grads["w"].dtype == jnp.float32
+        if has_aux:
+            assert set(result.aux if name == "grad" else result.value[1]) == {"norm"}
+        if name == "value":
+            value = result.value[0] if has_aux else result.value
+            assert value.shape == () and value.dtype == jnp.float32
+    shapes = jax.eval_shape(grad_fn, params, x)
+    assert type(shapes) is cls
+    assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, result)
+    assert_same_bits(pickle.loads(pickle.dumps(result)), result)
+    assert_same_bits(jax.tree.map(lambda leaf: leaf, result), result)
+
+
+def test_a_scan_carries_them(rng):
+    params, x = make_problem(rng)
+
+    def body(last, x):
+        new = jmpx.filter_value_and_grad(loss_fn, last.scaling)(params, x)
+        return new, new.value
+
+    scaling = jmpx.DynamicLossScale(2.0**10, period=1)
+    first = jmpx.filter_value_and_grad(loss_fn, scaling)(params, x)
+    last, values = jax.lax.scan(body, first, jnp.stack([x] * 3))
+    assert type(last) is ValueAndGradients
+    assert last.scaling.loss_scale == first.scaling.loss_scale * 2**3
+    assert values.shape == (3,)
+
+
+def test_a_prefix_of_one_is_made_by_its_class(rng):
+    params, x = make_problem(rng)
+    scaling, options = jmpx.DynamicLossScale(2.0**10), {"policy": "full", "over": jmpx.Over(AXIS)}
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, **options)
+    specs = ValueAndGradients(P(), P(), P(), {"w": P()})  # pyright: ignore[reportArgumentType]
+    mapped = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=specs)
+    axes = ValueAndGradients(None, None, None, {"w": None})  # pyright: ignore[reportArgumentType]
+    stacked = jax.vmap(grad_fn, in_axes=(None, 0), out_axes=axes, axis_name=AXIS)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
+    for run, batch in ((mapped, x), (stacked, x[:, None])):
+        result = jax.jit(run)(params, batch)
+        np.testing.assert_allclose(result.value, value, rtol=1e-6)
+        np.testing.assert_allclose(result.grads["w"], grads["w"], rtol=1e-5)
+
+
+def test_an_nnx_module_gets_an_nnx_state(rng):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    loss = lambda model, x: model(x).mean()  # noqa: E731
+    grad_fn = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16")
+    result = nnx.jit(grad_fn)(model, normal(rng, 4, 3))
+    assert type(result) is Gradients and isinstance(result.grads, nnx.State)
