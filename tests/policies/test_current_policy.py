@@ -24,124 +24,94 @@ def note(name):
     SEEN.append((name, policy and jnp.dtype(policy.compute_dtype).name))
 
 
-class HaikuLeaf(hk.Module):
+class Leaf:
+    """The methods of the leaves, which each framework gets in a class of its own."""
+
     def __call__(self, x):
         note("leaf")
         return x
 
     def method(self, x):
         note("method")
-        return self._private(x)
+        return self._private(x)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _private(self, x):
         note("private")
         return x
 
 
-class HaikuNet(hk.Module):
+class Net:
     def __call__(self, x):
         note("before")
-        x = HaikuLeaf(name="plain")(x)
-        leaf = HaikuLeaf(name="island")
-        x = leaf.method(leaf(x))
+        x = self.island.method(self.island(self.plain(x)))  # pyright: ignore[reportAttributeAccessIssue]
         note("after")
         return x
+
+
+class HaikuLeaf(hk.Module):
+    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
 
 
 class LinenLeaf(nn.Module):
-    def __call__(self, x):
-        note("leaf")
-        return x
-
-    def method(self, x):
-        note("method")
-        return self._private(x)
-
-    def _private(self, x):
-        note("private")
-        return x
-
-
-class LinenNet(nn.Module):
-    def setup(self):
-        self.plain, self.island = LinenLeaf(), LinenLeaf()
-
-    def __call__(self, x):
-        note("before")
-        x = self.island.method(self.island(self.plain(x)))
-        note("after")
-        return x
+    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
 
 
 class EquinoxLeaf(eqx.Module):
-    def __call__(self, x):
-        note("leaf")
-        return x
+    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
 
-    def method(self, x):
-        note("method")
-        return self._private(x)
 
-    def _private(self, x):
-        note("private")
-        return x
+class NnxLeaf(nnx.Module):
+    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
+
+
+class HaikuNet(hk.Module):
+    __call__ = Net.__call__
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.island = HaikuLeaf(name="plain"), HaikuLeaf(name="island")
+
+
+class LinenNet(nn.Module):
+    __call__ = Net.__call__
+
+    def setup(self):
+        self.plain, self.island = LinenLeaf(), LinenLeaf()
 
 
 class EquinoxNet(eqx.Module):
     plain: EquinoxLeaf
     island: EquinoxLeaf
-
-    def __call__(self, x):
-        note("before")
-        x = self.island.method(self.island(self.plain(x)))
-        note("after")
-        return x
-
-
-class NnxLeaf(nnx.Module):
-    def __call__(self, x):
-        note("leaf")
-        return x
-
-    def method(self, x):
-        note("method")
-        return self._private(x)
-
-    def _private(self, x):
-        note("private")
-        return x
+    __call__ = Net.__call__
 
 
 class NnxNet(nnx.Module):
+    __call__ = Net.__call__
+
     def __init__(self):
         self.plain, self.island = NnxLeaf(), NnxLeaf()
 
-    def __call__(self, x):
-        note("before")
-        x = self.island.method(self.island(self.plain(x)))
-        note("after")
-        return x
 
-
-def run_haiku(x, policy_map):
-    with jmpx.haiku.policies(policy_map):
-        return hk.transform(lambda x: HaikuNet(name="net")(x)).apply({}, None, x)
-
-
-def run_linen(x, policy_map):
-    with jmpx.flax.policies(policy_map):
+def without_policies(framework, x=X):
+    if framework == "haiku":
+        return hk.transform(lambda x: HaikuNet()(x)).apply({}, None, x)
+    if framework == "linen":
         return LinenNet().apply({}, x)
+    return run(framework, x, None)
 
 
-def run_equinox(x, policy_map):
-    return jmpx.equinox.with_policies(EquinoxNet(EquinoxLeaf(), EquinoxLeaf()), policy_map)(x)
-
-
-def run_nnx(x, policy_map):
+def run(framework, x, policy_map):
+    if framework in ("haiku", "linen"):
+        policies = jmpx.haiku.policies if framework == "haiku" else jmpx.flax.policies
+        with policies(policy_map):
+            return without_policies(framework, x)
+    if framework == "equinox":
+        return jmpx.equinox.with_policies(EquinoxNet(EquinoxLeaf(), EquinoxLeaf()), policy_map)(x)
     return jmpx.flax.with_policies(NnxNet(), policy_map)(x)
 
 
-RUNS = [run_haiku, run_linen, run_equinox, run_nnx]
+LEAVES = {"haiku": HaikuLeaf, "linen": LinenLeaf, "nnx": NnxLeaf, "equinox": EquinoxLeaf}
+every_framework = pytest.mark.parametrize("framework", LEAVES)
 ISLAND = "c=bf16; *island: c=f16"
 ONE_RUN = [
     ("before", "bfloat16"),
@@ -162,52 +132,37 @@ def nothing_seen():
 
 
 TRANSFORMS = {
-    "plain": lambda run: run(X, ISLAND),
-    "jit": lambda run: jax.jit(lambda x: run(x, ISLAND))(X),
-    "vmap": lambda run: jax.vmap(lambda x: run(x, ISLAND))(X[None]),
-    "grad": lambda run: jax.grad(lambda x: run(x, ISLAND).astype(jnp.float32).sum())(X),
-    "checkpoint": lambda run: jax.checkpoint(lambda x: run(x, ISLAND))(X),
-    "scan": lambda run: jax.lax.scan(lambda c, x: (c, run(x, ISLAND)), 0, X[None]),
-    "filter_grad": lambda run: jmpx.filter_grad(
-        lambda x: run(x, ISLAND).sum(), jmpx.NoOpLossScale(), policy="full"
+    "plain": lambda f: f(X),
+    "jit": lambda f: jax.jit(f)(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "grad": lambda f: jax.grad(lambda x: f(x).astype(jnp.float32).sum())(X),
+    "checkpoint": lambda f: jax.checkpoint(f)(X),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0, X[None]),
+    "filter_grad": lambda f: jax.make_jaxpr(
+        jmpx.filter_grad(lambda x: f(x).sum(), jmpx.NoOpLossScale(), policy="full")
     )(X),
 }
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("run", RUNS)
-def test_it_is_the_policy_of_the_innermost_running_method(run, transform):
-    TRANSFORMS[transform](run)
+@every_framework
+def test_it_is_the_policy_of_the_innermost_running_method(framework, transform):
+    TRANSFORMS[transform](lambda x: run(framework, x, ISLAND))
     assert SEEN and SEEN == ONE_RUN * (len(SEEN) // len(ONE_RUN))
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_without_policies_there_is_none(run):
-    if run in (run_haiku, run_linen):
-        apply = {
-            run_haiku: lambda: hk.transform(lambda x: HaikuNet()(x)).apply({}, None, X),
-            run_linen: lambda: LinenNet().apply({}, X),
-        }
-        apply[run]()
-    else:
-        run(X, None)
+@every_framework
+def test_without_policies_there_is_none(framework):
+    without_policies(framework)
     assert {policy for _, policy in SEEN} == {None}
 
 
-@pytest.mark.parametrize(
-    ("run", "net", "leaf"),
-    [
-        (run_haiku, HaikuNet, HaikuLeaf),
-        (run_linen, LinenNet, LinenLeaf),
-        (run_equinox, EquinoxNet, EquinoxLeaf),
-        (run_nnx, NnxNet, NnxLeaf),
-    ],
-)
-def test_policies_of_classes_are_answered_too(run, net, leaf):
-    with jmpx.push_policy(leaf, "f16"):
-        run(X, None if run is not run_haiku else "c=f32")
-    outside = "float32" if run is run_haiku else None
+@every_framework
+def test_policies_of_classes_are_answered_too(framework):
+    outside = "float32" if framework == "haiku" else None
+    with jmpx.push_policy(LEAVES[framework], "f16"):
+        run(framework, X, outside and f"c={outside}")
     leaves = {policy for name, policy in SEEN if name in ("leaf", "method", "private")}
     assert leaves == {"float16"}
     assert {policy for name, policy in SEEN if name in ("before", "after")} == {outside}
@@ -215,35 +170,29 @@ def test_policies_of_classes_are_answered_too(run, net, leaf):
 
 def test_haikus_own_policies_are_answered_as_ever():
     with hk.mixed_precision.push_policy(HaikuLeaf, jmpx.get_policy("f16")):  # pyright: ignore[reportArgumentType]
-        hk.transform(lambda x: HaikuNet()(x)).apply({}, None, X)
+        without_policies("haiku")
     assert dict(SEEN)["leaf"] == "float16" and dict(SEEN)["before"] is None
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_it_is_none_after_an_error(run):
-    def fail(x):
+@every_framework
+def test_it_is_none_after_an_error(framework, monkeypatch):
+    def fail(self, x):
         note("failing")
         raise RuntimeError("in the middle")
 
-    classes = {run_haiku: HaikuLeaf, run_linen: LinenLeaf, run_equinox: EquinoxLeaf}
-    cls = classes.get(run, NnxLeaf)
-    original = cls._private
-    cls._private = lambda self, x: fail(x)
-    try:
-        with pytest.raises(RuntimeError, match="in the middle"):
-            run(X, ISLAND)
-    finally:
-        cls._private = original
+    monkeypatch.setattr(LEAVES[framework], "_private", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run(framework, X, ISLAND)
     assert SEEN[-1] == ("failing", "float16") and jmpx.current_policy() is None
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_other_threads_have_none(run):
+@every_framework
+def test_other_threads_have_none(framework):
     answers = []
 
     def ask():
         answers.append(jmpx.current_policy())
-        run(X, "c=f16")
+        run(framework, X, "c=f16")
 
     class Asks(eqx.Module):
         def __call__(self, x):
@@ -261,9 +210,9 @@ def test_of_nested_frameworks_the_innermost_answers():
     class Outer(eqx.Module):
         def __call__(self, x):
             note("outer")
-            run_linen(x, "c=f16")
+            run("linen", x, "c=f16")
             note("outer")
-            run_nnx(x, None)  # which has no boundary: what surrounds it goes on
+            run("nnx", x, None)  # which has no boundary: what surrounds it goes on
             return x
 
     jmpx.equinox.with_policies(Outer(), "c=bf16")(X)

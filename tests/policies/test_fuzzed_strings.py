@@ -1,8 +1,8 @@
 """Strings and mappings that Hypothesis draws: parsers understand or refuse them.
 
 An input gives a value that its string and its dict give back, or a ValueError or TypeError of one
-sentence, which quotes the input a few times at most. A text that is four times as long takes less
-than eight times as long.
+sentence, which quotes a string as a whole, a few times at most. A text that is four times as long
+takes less than eight times as long.
 """
 
 import ast
@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.policies import mixed_precisions
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import jmpx
@@ -76,6 +77,8 @@ words = st.sampled_from(WORDS) | st.text(max_size=8)
 texts = (
     st.lists(words, max_size=24).map("".join)
     | st.text(max_size=200)
+    | st.text("cof=163b,:;| *?/x\n")
+    | st.text("pco=,f1632b -_;halfulxed", max_size=24)
     | st.builds(spliced, st.sampled_from(SEEDS), places, places, words)
 )
 leaves = texts | words | st.sampled_from(SEEDS) | st.sampled_from(OBJECTS)
@@ -87,18 +90,34 @@ specs = texts | st.recursive(
 )
 
 
+@st.composite
+def nearly_mixed_precisions(draw):
+    """The mappings of mixed precisions, up to two places of which have any value instead."""
+    mapping = draw(mixed_precisions()).to_dict()
+    for _ in range(draw(st.integers(0, 2))):
+        node, key = mapping, draw(st.sampled_from(list(mapping)))
+        while isinstance(node[key], dict | list) and node[key] and draw(st.booleans()):
+            node = node[key]
+            key = draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        node[key] = draw(specs)
+    return mapping
+
+
 def check(parser: str, spec: Any) -> bool:
     """Gives an input to its parser; returns whether it was understood.
 
     Raises:
         Finding: if the parser breaks its promise.
     """
-    parse = PARSERS[parser]
+    parse, before = PARSERS[parser], repr(spec)
     try:
         value = parse(spec)
     except (ValueError, TypeError) as error:
         check_sentence(str(error), spec)
         return False
+    finally:
+        if repr(spec) != before:
+            raise Finding(f"it has changed {before}")
     for name, form in (("string", str(value)), ("dict", value.to_dict())):
         again = parse(form)
         if not (type(again) is type(value) and again == value and str(again) == str(value)):
@@ -137,6 +156,8 @@ def check_sentence(message: str, spec: Any) -> None:
         raise Finding(f"several sentences: {message!r}")
     if len(message) > 1500 + 4 * len(repr(spec)):
         raise Finding(f"a message of {len(message)} characters for {len(repr(spec))}")
+    if isinstance(spec, str) and repr(spec) not in message and not message.startswith("Cannot "):
+        raise Finding(f"no quotation of the whole: {message!r}")
     found = re.search(rf"{_QUOTED} at position (\d+) of [a-z ]+ {_QUOTED}", message)
     if found is None or message.startswith("Duplicate key") or "..." in found[1]:
         return  # "Duplicate key" names the long key; "..." stands for the middle of a long word
@@ -155,7 +176,8 @@ def check_sentence(message: str, spec: Any) -> None:
         HealthCheck.data_too_large,
     ],
 )
-@given(st.sampled_from([*PARSERS]), specs)
+@given(st.sampled_from([*PARSERS]), specs | nearly_mixed_precisions())
+@example("get_mixed_precision", "c=bf16;|none;")
 @example("get_policy_map", "0\r0:")
 def test_inputs_made_by_chance_give_values_or_sentences(parser: str, spec: Any) -> None:
     check(parser, spec)
@@ -210,15 +232,23 @@ def raising(message, kind: type[Exception] = ValueError):
     return parse
 
 
+def changing(spec):
+    if isinstance(spec, dict):
+        spec["more"] = 1
+    raise TypeError("No.")
+
+
 WRONG = {
-    "a string that gives another value": lambda s: Value(f"{s}x"),
-    "a dict that gives another value": lambda s: Value(s if isinstance(s, str) else "other"),
-    "another error": raising("No.", KeyError),
-    "two lines": raising("Wrong.\nVery wrong."),
-    "two sentences": raising("Wrong. It is."),
-    "no sentence": raising("wrong"),
-    "another position": raising("Unknown dtype 'b' at position 0 of policy 'ab': write a dtype."),
-    "an endless message": raising(f"{'very ' * 400}wrong."),
+    "gives": lambda s: Value(f"{s}x"),
+    "its dict": lambda s: Value(s if isinstance(s, str) else "other"),
+    "No 0": raising("No 0.", KeyError),
+    "no sentence: 'Wrong": raising("Wrong.\nVery wrong."),
+    "several sentences": raising("Wrong {!r}. It is."),
+    "no sentence: 'wrong'": raising("wrong"),
+    "another position": raising("Unknown dtype 'b' at position 0 of policy 'ab': {!r}."),
+    "a message of": raising(f"{{!r}} {'very ' * 400}wrong."),
+    "no quotation": raising("Wrong."),
+    "it has changed": changing,
 }
 
 
@@ -226,9 +256,9 @@ WRONG = {
 def test_the_property_notices(what, monkeypatch):
     for name in PARSERS:
         monkeypatch.setitem(PARSERS, name, WRONG[what])
-    with pytest.raises(KeyError if what == "another error" else Finding):
+    with pytest.raises(KeyError if what == "No 0" else Finding, match=what):
         for name in PARSERS:
-            for text in (*SEEDS, "a", {}):
+            for text in ({}, "a", *SEEDS):
                 check(name, text)
 
 

@@ -10,14 +10,8 @@ import numpy as np
 import omegaconf
 import pytest
 import yaml
-from helpers.policies import (
-    any_value,
-    given_value_or_sentence,
-    nearly_mixed_precisions,
-    policies,
-    policy_maps,
-)
-from hypothesis import given, settings
+from helpers.policies import given_value_or_sentence, policy_maps
+from hypothesis import given, settings, strategies as st
 
 import jmpx
 
@@ -111,11 +105,8 @@ def test_any_value_may_be_its_string(mapping):
 
 
 def test_defaults():
-    for mapping in (
-        {"compute": "bf16"},
-        {"policy": {"c": "bf16"}},
-        {"policy": "c=bf16", "rules": []},
-    ):
+    without = {"compute": "bf16"}, {"policy": {"c": "bf16"}}, {"policy": "c=bf16", "rules": []}
+    for mapping in without:
         assert jmpx.get_policy_map(mapping) == jmpx.get_policy_map("c=bf16")
     assert jmpx.get_policy_map({"rules": ["X: bf16"]}) == jmpx.get_policy_map("X: bf16")
     rule = {"select": "X", "policy": {"output": "bf16"}}
@@ -136,10 +127,8 @@ loss_scale: {type: dynamic, init: 2**12, max: 1e4, period: 500}
 
 
 def test_what_yaml_makes_of_numbers():
-    given_numbers = yaml.safe_load(YAML)["loss_scale"]
-    assert (
-        given_numbers["init"] == "2**12" and given_numbers["max"] == "1e4"
-    )  # YAML 1.1: not numbers
+    numbers = yaml.safe_load(YAML)["loss_scale"]
+    assert numbers["init"] == "2**12" and numbers["max"] == "1e4"  # YAML 1.1: not numbers
     precision = jmpx.get_mixed_precision(yaml.safe_load(YAML))
     parts = (
         "params=float32,compute=bfloat16,output=float32,reduce=bfloat16",
@@ -158,54 +147,39 @@ def is_plain(value):
     return type(value) in (str, int, float, bool)
 
 
-@given(policies())
-def test_policies_come_back_from_dicts(policy):
-    plain = policy.to_dict()
-    assert is_plain(plain) and jmpx.get_policy(plain) == policy
-    assert jmpx.get_policy(json.loads(json.dumps(plain))) == policy
-    assert jmpx.get_policy_map(plain).default == policy
-
-
-@pytest.mark.thorough
-@given(policy_maps())
+@given(policy_maps(), st.sampled_from(sorted(LIBRARIES)))
 @settings(deadline=None)
-def test_policy_maps_come_back_from_dicts(policy_map):
+def test_policy_maps_come_back_from_dicts(policy_map, library):
     plain = policy_map.to_dict()
-    assert is_plain(plain)
-    for make in LIBRARIES.values():
-        assert jmpx.get_policy_map(make(plain)) == policy_map
+    assert is_plain(plain) and jmpx.get_policy_map(json.loads(json.dumps(plain))) == policy_map
+    assert jmpx.get_policy_map(LIBRARIES[library](plain)) == policy_map
     for rule in policy_map.rules:
         assert jmpx.get_policy_map({"rules": [rule.to_dict()]}).rules == (rule,)
     assert jmpx.get_policy_map(str(policy_map)) == policy_map
+    default = policy_map.default
+    assert jmpx.get_policy(default.to_dict()) == default
+    assert jmpx.get_policy_map(default.to_dict()) == jmpx.PolicyMap(default)
 
 
-def test_a_subclass_keeps_its_own_fields_to_itself():
-    class Named(jmpx.Policy):
-        name = "a name"
-
-    assert Named("f32", "bf16", "f32").to_dict() == jmpx.get_policy("bf16-mixed").to_dict()
-
-
-def test_a_rule_keeps_its_dtypes_as_a_policy_does():
-    rule = jmpx.types.Rule("Linear", np.dtype("float32"), "bf16", jnp.float16)
-    assert rule == jmpx.types.Rule("Linear", "f32", jnp.bfloat16, np.float16)
-    assert rule.compute is jnp.bfloat16
-    assert str(rule) == "Linear: params=float32,compute=bfloat16,output=float16"
-    with pytest.raises(ValueError, match="Unknown dtype 'int32': expected a floating dtype"):
-        jmpx.types.Rule("Linear", compute=jnp.int32)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "LayerNorm: full",
+        "LayerNorm?: full",
+        "'*/head/*': c=f32,o=f32",
+        "op.exp: f32",
+        "haiku.LayerNorm: {compute: f32, output: bf16}",
+        "LayerNorm: full;",
+    ],
+)
+def test_a_rule_of_yaml_needs_no_quotes(rule):
+    """YAML reads `- LayerNorm: full` as a mapping of one key."""
+    mixed = jmpx.get_mixed_precision(yaml.safe_load(f"policy: bf16\nrules:\n- {rule}\n"))
+    text = rule.replace("'", "").replace("{compute: f32, output: bf16}", "c=f32,o=bf16")
+    assert mixed.policy_map == jmpx.get_policy_map(f"bf16; {text}")
 
 
 READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
-
-
-@pytest.mark.thorough
-@settings(deadline=None)
-@given(any_value() | nearly_mixed_precisions())
-def test_any_nested_value_gives_a_value_or_one_sentence(value):
-    for read in READERS:
-        result = given_value_or_sentence(read, value)
-        if not isinstance(result, str):
-            assert str(read(result.to_dict())) == str(read(str(result))) == str(result)
 
 
 def test_a_mapping_that_contains_itself_and_a_deep_one():
@@ -214,13 +188,8 @@ def test_a_mapping_that_contains_itself_and_a_deep_one():
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    for mapping in (
-        endless,
-        {"rules": deep},
-        {"policy": deep},
-        {"loss_scale": deep},
-        {"compute": deep},
-    ):
+    keys = "rules", "policy", "loss_scale", "compute"
+    for mapping in (endless, *({key: deep} for key in keys)):
         for read in READERS:
             assert isinstance(given_value_or_sentence(read, mapping), str)
     while deep:  # else Python's own destructor recurses
@@ -233,6 +202,6 @@ def test_long_values_are_shortened():
 
 
 def test_a_list_of_many_rules():
-    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(3000)]
+    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(1000)]
     policy_map = jmpx.get_policy_map({"policy": "c=bf16", "rules": rules})
-    assert len(policy_map.rules) == 3000 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map
+    assert len(policy_map.rules) == 1000 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map

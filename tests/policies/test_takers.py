@@ -1,0 +1,289 @@
+"""What takes a policy: it takes a dtype and a mapping, too; 8 bits; rules that match nothing."""
+
+import functools
+import pickle
+import warnings
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from flax import nnx
+from helpers import zoo
+
+import jmpx
+import jmpx.equinox
+import jmpx.flags
+import jmpx.flax
+import jmpx.haiku
+
+X = np.ones((2, 3), np.float32)
+FLOAT8 = sorted(name for name in vars(jnp) if name.startswith("float8_"))
+every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+
+
+@functools.cache
+def mlp(framework):
+    return zoo.build(framework, zoo.mlp, X)
+
+
+def run(framework, policy):
+    net = mlp(framework)
+    return jax.eval_shape(lambda x: net.under(policy)(net.model, x), X)
+
+
+def warnings_of(function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(warning.message) for warning in caught]
+
+
+def product(policy, function=jnp.exp, **options):
+    def f(x):
+        with jax.named_scope("head"):
+            return function(x @ x.T)
+
+    return jax.make_jaxpr(jmpx.autocast(f, policy, **options))(X)
+
+
+class Own:
+    pass
+
+
+def set_and_get(cls, policy):
+    jmpx.set_policy(cls, policy)
+    try:
+        return jmpx.policy_of(cls)
+    finally:
+        jmpx.clear_policy(cls)
+
+
+def push_and_get(cls, policy):
+    with jmpx.push_policy(cls, policy):
+        return jmpx.policy_of(cls)
+
+
+def gradient(make, policy, loss=lambda w: (w @ w.T).sum()):
+    return str(jax.make_jaxpr(make(loss, jmpx.NoOpLossScale(), policy=policy))(X))
+
+
+def flag(define, policy):
+    values = flags.FlagValues()
+    holder = define("policy", policy, "The policy.", values)
+    values(["program"])
+    return holder.value
+
+
+def mp_flags(policy):
+    values = flags.FlagValues()
+    mp = jmpx.flags.define_mp_flags(default_policy=policy, flag_values=values)
+    values(["program"])
+    return mp.policy_map
+
+
+# What takes a policy -> something of what it does with it that can be compared.
+TAKERS = {
+    "set_policy": lambda policy: set_and_get(Own, policy),
+    "set_policy of a Haiku module": lambda policy: set_and_get(hk.Linear, policy),
+    "push_policy": lambda policy: push_and_get(Own, policy),
+    "push_policy of an NNX module": lambda policy: push_and_get(nnx.Linear, policy),
+    "filter_grad": lambda policy: gradient(jmpx.filter_grad, policy),
+    "filter_value_and_grad": lambda policy: gradient(jmpx.filter_value_and_grad, policy),
+    "autocast": lambda policy: str(product(policy)),
+    "get_loss_scale": lambda policy: jmpx.get_loss_scale("auto", policy=policy),
+    "DEFINE_policy": lambda policy: flag(jmpx.flags.DEFINE_policy, policy),
+    "DEFINE_policy_map": lambda policy: flag(jmpx.flags.DEFINE_policy_map, policy),
+    "define_mp_flags": mp_flags,
+    **{name: functools.partial(run, name) for name in zoo.FRAMEWORKS},
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_every_taker_takes_a_dtype_or_a_mapping_and_nothing_else(taker):
+    take = TAKERS[taker]
+    assert take(np.dtype("float32")) == take("float32") != take(jnp.float16)
+    assert take({"compute": "f16", "output": jnp.bfloat16}) == take("c=f16,o=bf16")
+    for thing in (np.int32, 3):
+        with pytest.raises((TypeError, ValueError, flags.IllegalFlagValueError)) as error:
+            take(thing)
+        sentence = str(error.value)
+        assert "expected a floating dtype" in sentence or "mapping, a dtype" in sentence
+
+
+NO_DTYPES = [
+    int, bool, float, complex, np.dtype("int8"), jnp.bool_, np.complex64, np.void, np.str_,
+    np.dtype("U3"), np.dtype([("a", "f4")]), np.floating, np.generic, np.object_, jnp.int4,
+    jax.dtypes.prng_key, jax.dtypes.float0,
+]  # fmt: skip
+NO_POLICIES = [True, 1.5, [jnp.bfloat16], (), object(), str, Own, jnp.ones(2), b"f32"]
+
+
+@pytest.mark.parametrize("read", [jmpx.get_policy, jmpx.get_policy_map, jmpx.get_mixed_precision])
+def test_what_is_no_policy_is_refused_in_one_sentence(read):
+    for thing in (*NO_DTYPES, *NO_POLICIES):
+        with pytest.raises((TypeError, ValueError)) as error:
+            read(thing)
+        assert "\n" not in str(error.value) and str(error.value)[-1] in ".?"
+
+
+def test_gradient_functions_take_a_mapping_with_rules_as_a_map():
+    def loss(w):
+        return jnp.exp(w @ w.T).sum()
+
+    found = functools.partial(gradient, jmpx.filter_grad)
+    autocast = jmpx.autocast(loss, "c=bf16; op.exp: f32")
+    mapping = {"policy": "c=f16", "rules": [{"select": "op.exp", "compute": "f32"}]}
+    assert found(mapping, autocast) == found("c=f16; op.exp: f32", autocast)
+    assert "f16" not in found(mapping, autocast).replace("bf16", "")  # the map casts nothing
+    for without_rules in ({"policy": "c=f16", "rules": []}, {"compute": "f16"}):
+        assert found(without_rules, loss) == found("c=f16", loss)
+    assert "f16" in found("c=f16", loss)
+
+
+# 8 bits are for storage
+
+
+def with_haikus_own(policy):
+    hk.mixed_precision.set_policy(hk.Linear, jmpx.get_policy(policy))  # pyright: ignore[reportArgumentType]
+    try:
+        return hk.transform(lambda x: hk.Linear(2)(x)).init(jax.random.key(0), X)
+    finally:
+        hk.mixed_precision.clear_policy(hk.Linear)
+
+
+def with_class_policy(policy):
+    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    with jmpx.push_policy(eqx.nn.Linear, policy):
+        return jmpx.equinox.with_policies(linear)(X[0])
+
+
+COMPUTES = {
+    "compute follows params": lambda n: jmpx.get_policy(f"p={n}").cast_to_compute(X),
+    "filter_grad": lambda n: gradient(jmpx.filter_grad, n),
+    "filter_value_and_grad": lambda n: gradient(jmpx.filter_value_and_grad, f"c={n},o=f32"),
+    "autocast": lambda n: product(n),
+    "autocast by a dtype": lambda n: product(getattr(jnp, n)),
+    "autocast, scope": lambda n: product(f"c=bf16; */head: {n}"),
+    "autocast, operation": lambda n: product(f"c=bf16; op.exp: {n}"),
+    "haiku, its own registry": lambda n: with_haikus_own(f"c={n},o=f32"),
+    "equinox, class": lambda n: with_class_policy(f"c={n}"),
+    **{
+        f"{name}, {text}": lambda n, name=name, text=text: run(
+            name, mlp(name).words(text.format(n))
+        )
+        for name in zoo.FRAMEWORKS
+        for text in ("c={},o=f32", "c=bf16; <Linear>: {}", "c=bf16; *: c={}")
+    },
+}
+
+
+@pytest.mark.parametrize("way", COMPUTES)
+def test_8_bits_are_refused_as_a_compute_dtype(way):
+    name = FLOAT8[len(way) % len(FLOAT8)]
+    with pytest.raises(ValueError, match=f"^Cannot compute in {name}, where .*, as") as error:
+        COMPUTES[way](name)
+    assert "\n" not in str(error.value) and f"params={name}" in str(error.value)
+    assert jmpx.current_policy() is None
+
+
+def test_8_bits_are_an_output_dtype_of_autocast():
+    assert product("bf16", output=FLOAT8[0]).out_avals[0].dtype.name == FLOAT8[0]
+
+
+@pytest.mark.thorough
+def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32():
+    network = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))
+    with jmpx.haiku.policies("p=float8_e4m3fn,c=bf16"):
+        params, state = network.init(jax.random.key(0), X)
+        y, state = network.apply(params, state, None, X)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float8_e4m3fn"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+    assert y.dtype == jnp.bfloat16
+
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    model = jmpx.cast_tree(model, "float8_e4m3fn")
+    view = jmpx.equinox.with_policies(model, "p=float8_e4m3fn,c=bf16")
+    y, state = jax.vmap(view, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)  # pyright: ignore[reportArgumentType]
+    assert y.dtype == jnp.bfloat16
+    floating = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert floating and {leaf.dtype.name for leaf in floating} == {"float32"}
+
+
+# Rules that match nothing
+
+OPTIONAL = "; NoSuchNorm?: full; */nowhere/*?: c=f32; op.tanh?: full"
+# A rule that matches nothing -> the end of its warning. <head> is the path of that layer.
+UNUSED = {
+    "NoSuch": " matched no class.",
+    "<Linear>x": " matched no class; did you mean '<Linear>'?",
+    "some.<Linear>x": " matched no class; did you mean '<Linear>'?",
+    "head": " matched no class; did you mean '*/head'?",
+    "net.haed": " matched no class; did you mean '*/head'?",
+    "*/haed/*": " matched no path; did you mean '<head>'?",
+    "zzz/*": " matched no path.",
+    "op.exp": " matched no module, as rules for operations hold by=operations and in "
+    "jmpx.autocast alone: write by=operations, or 'op.exp?' where the map is for modules, too.",
+}
+
+
+@every_framework
+def test_rules_that_match_nothing_are_warned_of_each_time(framework):
+    def words(text):
+        return mlp(framework).words(text.replace("<head>", "<net/>head"))
+
+    # Of two rules for a module the first matches, too, though the last one wins.
+    text = words(f"c=bf16; <Linear>: full; object: o=bf16{OPTIONAL}; ")
+    text += words("; ".join(f"{selector}: full" for selector in UNUSED))
+    policy_map = jmpx.get_policy_map(text)
+    before = pickle.dumps(policy_map), vars(policy_map).copy()
+    expected = [
+        words(f"The rule '{selector}: compute=float32' of policy map {str(policy_map)!r}{end}")
+        for selector, end in UNUSED.items()
+    ]
+    for given in (policy_map, policy_map.to_dict()):  # a used map is what it was, and warns again
+        assert warnings_of(run, framework, given) == expected
+        assert (pickle.dumps(policy_map), vars(policy_map)) == before
+
+
+@every_framework
+def test_optional_rules_hold(framework):
+    text = mlp(framework).words(f"c=bf16; <Linear>?: c=f32,o=f32{OPTIONAL}")
+    assert run(framework, f"c=bf16{OPTIONAL}").dtype == jnp.bfloat16
+    assert run(framework, f"{text}; *?: o=f16;").dtype == jnp.float16
+    assert warnings_of(run, framework, f"{text}; */head: full") == []
+
+
+@pytest.mark.parametrize("policies", [jmpx.haiku.policies, jmpx.flax.policies])
+def test_rules_for_operations_are_warned_of_where_no_module_ran_too(policies):
+    with pytest.warns(UserWarning, match="'op.exp: compute=float32'") as caught:
+        with policies("c=bf16; op.exp: full; Linear: full"):
+            pass
+    (warning,) = [w for w in caught if "The rule" in str(w.message)]  # of Linear nothing is known
+    assert warning.filename == __file__
+    assert warnings_of(lambda: policies("c=bf16; op.exp?: full; Linear: full").__enter__()) == []
+
+
+def test_operations_that_do_not_run_under_autocast():
+    near = {
+        "expp": "; did you mean 'op.exp'?",  # that ran
+        "tanhh": "; did you mean 'op.tanh'?",  # that JAX has
+        "exp2": "; did you mean 'op.exp'?",  # another that ran
+        "cosh": ".",  # right, and did not run
+        "while": ".",
+        "qqqq": ".",
+        "softmax": "'op.dot_general' and 'op.exp'.",
+        "matmul": "'op.dot_general' and 'op.exp'.",
+    }
+    rules = "; ".join(f"op.{name}: full" for name in near)
+    policy_map = jmpx.get_policy_map(f"c=bf16{OPTIONAL}; op.exp?: f32; {rules}")
+    for _ in range(2):
+        found = warnings_of(product, policy_map)
+        for warning, end in zip(found, near.values(), strict=True):
+            assert "matched no operation" in warning and warning.endswith(end), warning
+    for rules, dtype in (("", jnp.bfloat16), ("; op.sin?: f32", jnp.float32)):
+        (result,) = product(f"c=bf16{OPTIONAL}{rules}", jnp.sin, output=None).out_avals
+        assert result.dtype == dtype
