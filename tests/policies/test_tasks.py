@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 
 import jax
 import pytest
@@ -14,34 +15,41 @@ def clean():
     yield from nothing_stays_behind()
 
 
-async def holds(make, run, entered, leave, dtype=BF16):
-    with make(f"c={dtype.name}"):
+async def holds(make, run, entered, leave):
+    with make("c=bf16"):
         entered.set()
-        assert run() == dtype
+        assert run() == BF16
         await leave.wait()
         return run()
 
 
-@everywhere
-@pytest.mark.parametrize("other", CONTEXTS)
-def test_a_second_task_is_refused_and_the_first_one_goes_on(kind, other):
-    make, run = CONTEXTS[kind]
+async def refused_meanwhile(kind, act):
+    """Acts in a second task while a first one is in a context; returns what each one gives."""
+    entered, leave = asyncio.Event(), asyncio.Event()
 
-    async def enters(entered, leave):
+    async def acts():
         await entered.wait()
         try:
-            with CONTEXTS[other][0]("c=f16"):
-                raise AssertionError("entered")
+            act()
         except ValueError as error:
             return str(error)
         finally:
             leave.set()
 
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(holds(make, run, entered, leave), enters(entered, leave))
+    return await asyncio.gather(holds(*CONTEXTS[kind], entered, leave), acts())
 
-    dtype, message = asyncio.run(main())
+
+KINDS = list(CONTEXTS)
+PAIRS = [(kind, KINDS[(i + step) % len(KINDS)]) for i, kind in enumerate(KINDS) for step in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "other"), PAIRS)
+def test_a_second_task_is_refused_and_the_first_one_goes_on(kind, other):
+    def enters():
+        with CONTEXTS[other][0]("c=f16"):
+            raise AssertionError("entered")
+
+    dtype, message = asyncio.run(refused_meanwhile(kind, enters))
     held = {"haiku": "jmpx.haiku.policies", "linen": "jmpx.flax.policies"}
     names = [held.get(name, "jmpx.push_policy") for name in (other, kind)]
     assert dtype == BF16
@@ -53,8 +61,7 @@ def test_a_second_task_is_refused_and_the_first_one_goes_on(kind, other):
 
 
 @everywhere
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_module_in_a_task_that_did_not_enter_is_refused(kind, jit):
+def test_a_module_in_a_task_that_did_not_enter_is_refused(kind):
     make, run = CONTEXTS[kind]
     own = {"push_linen": run_linen}.get(kind, run)  # without the context that it would enter
     dtypes = []
@@ -64,29 +71,15 @@ def test_a_module_in_a_task_that_did_not_enter_is_refused(kind, jit):
         dtypes.append(own(x))  # pyright: ignore[reportOptionalCall]
         return x
 
-    call = (lambda: jitted(X)) if jit else own
-
-    async def traces(entered, leave):
-        await entered.wait()
-        try:
-            call()  # pyright: ignore[reportOptionalCall]
-        except ValueError as error:
-            return str(error)
-        finally:
-            leave.set()
-
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(holds(make, run, entered, leave), traces(entered, leave))
-
-    _, message = asyncio.run(main())
-    if kind == "push_linen":
-        assert message is None  # no context of Linen's is open: nothing is cast in either task
-    else:
-        assert "while another task of this thread is inside" in message  # pyright: ignore[reportOperatorIssue]
-        with make("c=bf16"):  # what was refused was not cached
-            call()  # pyright: ignore[reportOptionalCall]
-        assert not jit or dtypes == [BF16]
+    for call in (own, lambda: jitted(X)):
+        _, message = asyncio.run(refused_meanwhile(kind, call))
+        if kind == "push_linen":
+            assert message is None  # no context of Linen's is open: nothing is cast in either task
+        else:
+            assert "while another task of this thread is inside" in message  # pyright: ignore[reportOperatorIssue]
+            with make("c=bf16"):  # what was refused was not cached
+                call()  # pyright: ignore[reportOptionalCall]
+    assert dtypes == [F32 if kind == "push_linen" else BF16]
 
 
 @everywhere
@@ -116,18 +109,6 @@ def test_tasks_started_within_a_context_are_in_it(kind):
         await asyncio.sleep(0)
         return run()
 
-    async def main():
-        before = asyncio.create_task(child())
-        with make("c=bf16"):
-            inside = await asyncio.gather(child(), child())
-            with make("c=f16"):
-                inside.append(await asyncio.create_task(child()))  # pyright: ignore[reportAttributeAccessIssue]
-            late = asyncio.create_task(child())
-        return [await before, *inside, await late]
-
-    with pytest.raises(ValueError, match="while another task"):
-        asyncio.run(main())  # the task from before is not
-
     async def within():
         with make("c=bf16"):
             inside = await asyncio.gather(child(), child())
@@ -136,6 +117,12 @@ def test_tasks_started_within_a_context_are_in_it(kind):
             late = asyncio.create_task(child())
         return [*inside, await late]
 
+    async def with_one_from_before():
+        before = asyncio.create_task(child())
+        return [await within(), await before]
+
+    with pytest.raises(ValueError, match="while another task"):
+        asyncio.run(with_one_from_before())
     assert asyncio.run(within()) == [BF16, BF16, F16, F32]
     with make("c=f16"):
         assert asyncio.run(child()) == F16
@@ -188,8 +175,6 @@ def test_an_asynchronous_generator_that_another_task_closes(kind):
 @everywhere
 def test_every_event_loop_tells_its_tasks_by_context_variables(kind):
     """Drives two coroutines by hand, each in a `contextvars.Context`, as any event loop does."""
-    import contextvars
-
     make, run = CONTEXTS[kind]
 
     class Pause:
