@@ -6,19 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import enable_x64, normal
-from helpers.jaxprs import equations
-from jax.sharding import Mesh, PartitionSpec as P
+from helpers.jaxprs import equations_of
+from helpers.maps import AXIS, mesh_of
+from jax.sharding import PartitionSpec as P
 
 import jmpx
 import jmpx.mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
+X3 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 # What a product has to which jmpx gives no algorithm, so that its transposed products get none.
 UNSET = (None, (jax.lax.Precision.DEFAULT,) * 2)
-WORDS = {  # -> what StableHLO calls it
-    "default": "DEFAULT", "high": "HIGH", "highest": "HIGHEST", "bfloat16": "DEFAULT",
-    "tensorfloat32": "HIGH", "float32": "HIGHEST",
-}  # fmt: skip
 
 
 @jax.custom_vjp
@@ -59,15 +57,21 @@ def products(fn, *args):
     return found
 
 
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("scaling", [NOOP, jmpx.DynamicLossScale()], ids=["NoOp", "Dynamic"])
-@pytest.mark.parametrize("compute", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("word", WORDS)
-def test_a_word_holds_forward_and_backward(word, compute, scaling, rng):
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=f"c={compute},m={word}")
-    found = products(grad_fn, *make_args(rng))
+@pytest.mark.parametrize(
+    ("word", "precision", "compute", "scaling"),
+    [
+        ("bfloat16", "DEFAULT", "f16", NOOP),
+        ("high", "HIGH", "f32", jmpx.DynamicLossScale()),
+        ("tensorfloat32", "HIGH", "bf16", NOOP),
+        ("highest", "HIGHEST", "bf16", jmpx.DynamicLossScale()),
+        ("float32", "HIGHEST", "f32", NOOP),
+    ],
+)
+def test_a_word_holds_forward_and_backward(word, precision, compute, scaling, rng):
+    policy = f"c={compute},m={word}"
+    found = products(jmpx.filter_value_and_grad(loss, scaling, policy=policy), *make_args(rng))
     assert len(found) >= 10 and {dtype for dtype, _ in found} == {compute}
-    assert all(precision == {WORDS[word]} for _, precision in found)
+    assert all(each == {precision} for _, each in found)
 
 
 @pytest.mark.parametrize("policy", ["c=f32,m=highest", "c=bf16", "m=high; Linear: full"])
@@ -112,40 +116,42 @@ def test_float32_products_in_a_function_of_16_bits(rng):
     assert all(precision == {"HIGHEST"} for _, precision in found)
 
 
-@pytest.mark.parametrize("has_axis", [False, True])
-def test_a_dot_algorithm_in_float32(has_axis, rng):
-    policy = "c=f32,m=bf16_bf16_f32_x3"
-    grad_fn = jmpx.filter_grad(
-        loss, NOOP, policy=policy, over=jmpx.Over("data") if has_axis else None
-    )
+def dots(fn, *args):
+    return [eqn for eqn in equations_of(fn, *args) if eqn.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize("over", [None, jmpx.Over(AXIS)])
+def test_a_dot_algorithm_in_float32(over, rng):
+    grad_fn = jmpx.filter_grad(loss, NOOP, policy="c=f32,m=bf16_bf16_f32_x3", over=over)
     run = lambda params, x: grad_fn(params, x).grads  # noqa: E731
-    params, x = make_args(rng)
-    if has_axis:
-        mesh = Mesh(jax.devices()[:1], "data")
-        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    jaxpr = jax.make_jaxpr(run)(params, x)
-    dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    assert len(dots) >= 10
-    for eqn in dots:
-        assert eqn.params["precision"] == jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    if over is not None:
+        run = jax.shard_map(run, mesh=mesh_of(1), in_specs=(P(), P(AXIS)), out_specs=P())
+    found = dots(run, *make_args(rng))
+    assert len(found) >= 10
+    assert {eqn.params["precision"] for eqn in found} == {X3}
 
 
-@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
-@pytest.mark.parametrize("compute", ["bf16", "f16", "half", "f64"])
+@pytest.mark.parametrize(
+    ("compute", "make"),
+    [
+        ("bf16", jmpx.filter_grad),
+        ("f16", jmpx.filter_value_and_grad),
+        ("half", jmpx.filter_value_and_grad),
+        ("f64", jmpx.filter_grad),
+    ],
+)
 def test_a_dot_algorithm_is_put_on_float32_alone(compute, make, rng):
     def mixed(params, x):
         forced = jmpx.force_full_precision(jnp.matmul)(x, params["first"])
         return loss(params, x) + forced.astype(jnp.float32).sum()
 
     with enable_x64():
-        grad_fn = make(mixed, NOOP, policy=f"c={compute},m=bf16_bf16_f32_x3")
-        jaxpr = jax.make_jaxpr(lambda *args: tuple(grad_fn(*args)))(*make_args(rng))
-    dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    wide = [e for e in dots if e.invars[0].aval.dtype == jnp.float32]
-    assert len(wide) >= 2 and len(dots) - len(wide) >= 10
-    for eqn in dots:
-        expected = [jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3] if eqn in wide else UNSET
-        assert eqn.params["precision"] in expected
+        grad_fn = make(mixed, jmpx.StaticLossScale(1), policy=f"c={compute},m=bf16_bf16_f32_x3")
+        found = dots(lambda *args: tuple(grad_fn(*args)), *make_args(rng))
+    wide = [eqn for eqn in found if eqn.invars[0].aval.dtype == jnp.float32]
+    assert len(wide) >= 2 and len(found) - len(wide) >= 10
+    for eqn in found:
+        assert eqn.params["precision"] in ([X3] if eqn in wide else UNSET)
 
 
 def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
@@ -153,21 +159,16 @@ def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
         return jmpx.filter_grad(loss, NOOP, policy="c=bf16")(params, x).grads
 
     surrounded = jmpx.full_precision(jmpx.force_full_precision(run), matmul="F32_F32_F32")
-    jaxpr = jax.make_jaxpr(surrounded)(*make_args(rng))
-    dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    assert dots and all(eqn.params["precision"] in UNSET for eqn in dots)
+    found = dots(surrounded, *make_args(rng))
+    assert found and all(eqn.params["precision"] in UNSET for eqn in found)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_mixed_precision": False, "policy": "c=f32,m=highest"},
-        {"use_mixed_precision": False, "policy": "c=bf16,m=bf16_bf16_f32_x3"},
+def test_where_it_is_unset_or_unused(rng):
+    args, off = make_args(rng), {"use_mixed_precision": False}
+    for options in (
+        {**off, "policy": "c=f32,m=highest"},
+        {**off, "policy": "c=bf16,m=bf16_bf16_f32_x3"},
         {"policy": "c=f32"},
-        {"policy": "full"},
-    ],
-    ids=str,
-)
-def test_where_it_is_unset_or_unused(options, rng):
-    found = products(mpx.filter_grad(loss, NOOP, **options), *make_args(rng))
-    assert found and all(precision == {"DEFAULT"} for _, precision in found)
+    ):
+        found = products(mpx.filter_grad(loss, NOOP, **options), *args)
+        assert found and all(precision == {"DEFAULT"} for _, precision in found)

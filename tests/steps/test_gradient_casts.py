@@ -1,0 +1,497 @@
+"""Casts of gradient functions: casts inside of casts, arguments left uncast, policy maps."""
+
+import contextlib
+import functools
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import F16, F32, normal, run_python, warns_once, zoo
+from helpers.maps import AXIS, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+import jmpx.mpx as mpx
+
+SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
+NO_SCALE = jmpx.NoOpLossScale()
+ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
+X = np.ones((2, 3), np.float32)
+NAMES = {  # -> what casts inside
+    "haiku": "jmpx.haiku.policies",
+    "linen": "jmpx.flax.policies",
+    "nnx": "jmpx.flax.with_policies",
+    "equinox": "jmpx.equinox.with_policies",
+    "autocast": "jmpx.autocast",
+}
+
+
+def one_layer(m, x):
+    return m.linear("only", 1)(x[:1, :1])
+
+
+@functools.cache
+def net_of(framework, body=one_layer):
+    return zoo.build(framework, body, X)
+
+
+def inside(name):
+    """Returns a loss that casts by a map of its own, and its parameters: the weight is ROUNDED."""
+    if name == "autocast":
+        multiply = lambda w, x: x[:1, :1].astype(w.dtype) @ w  # noqa: E731
+        run = jmpx.autocast(multiply, "c=bf16; op.dot_general: f32")
+        return lambda w, x: run(w, x).sum(), jnp.full((1, 1), ROUNDED)
+    net = net_of(name)
+    fill = lambda leaf: jnp.full_like(leaf, ROUNDED if leaf.ndim == 2 else 0)  # noqa: E731
+    apply = net.under(net.words("c=bf16,o=f32; <Net>: full"))
+    run, model = net.split(apply)
+    model = jax.tree.map(fill, model)
+    return lambda model, x: run(model, x).sum(), model
+
+
+@contextlib.contextmanager
+def one_warning(name):
+    """Holds that one warning comes, from this file, which names what casts and what to do."""
+    with pytest.warns(UserWarning) as caught:
+        yield
+    (warning,) = caught
+    text = str(warning.message)
+    way = "operations" if name == "jmpx.autocast" else "modules"
+    assert f"before {name} inside" in text and f"write by={way} into its policy" in text
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "remedy"),
+    [
+        ("haiku", None, {"policy": "p=bf16,c=f32"}),
+        ("linen", "half", {"use_mixed_precision": False}),
+        ("nnx", "c=bf16", {"policy": "c=f16", "uncast": 0}),
+        ("equinox", "c=f16,o=f32", {"policy": "c=f16", "uncast": (0, 1)}),
+        ("autocast", None, {"policy": "c=f16", "uncast": -2}),
+    ],
+)
+def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, policy, remedy):
+    loss, model = inside(name)
+    with one_warning(NAMES[name]):
+        value, *_ = jmpx.filter_value_and_grad(loss, SCALE, policy=policy)(model, X)
+    assert value == 1  # the weight is rounded, though its module runs in float32
+    with one_warning(NAMES[name]):
+        jmpx.filter_grad(loss, SCALE, policy=policy)(model, X)
+    for options in ({"policy": "full"}, remedy):
+        value, *_ = mpx.filter_value_and_grad(loss, SCALE, **options)(model, X)
+        assert value == np.float32(ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["haiku", "linen"])
+def test_a_context_outside_of_the_gradient_function_warns_too(name):
+    net = net_of(name)
+    policies = jmpx.haiku.policies if name == "haiku" else jmpx.flax.policies
+    loss = lambda params, x: net.apply(params, x).sum()  # noqa: E731
+    with policies("c=bf16,o=f32"):
+        with one_warning(NAMES[name]):
+            jmpx.filter_grad(loss, SCALE)(net.model, X)
+        jmpx.filter_grad(loss, SCALE, policy="full")(net.model, X)
+
+
+def test_a_view_that_is_an_argument_warns():
+    view = jmpx.equinox.with_policies(net_of("equinox").model, "c=f32")
+    with one_warning("jmpx.equinox.with_policies"):
+        jmpx.filter_grad(lambda view, x: view(x).sum(), SCALE)(view, X)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_jitted_and_traced_outside_warns_inside(name):
+    loss, model = inside(name)
+    jitted = jax.jit(loss)
+    half = jax.tree.map(lambda leaf: leaf.astype(F16), model)
+    jitted(half, X.astype(F16))  # of the dtypes that it is to be called with
+    with one_warning(NAMES[name]):
+        jmpx.filter_grad(jitted, SCALE, policy="c=f16")(model, X)
+    jitted(half, X.astype(F16))  # and no warning outlives the gradient function
+
+
+def test_many_modules_warn_once_per_traced_call():
+    net = net_of("equinox", zoo.mlp)
+
+    @jax.jit
+    def step(model, x):
+        apply = net.under("c=bf16; Linear: full")
+        loss = lambda model, x: apply(model, x).astype(F32).sum()  # noqa: E731
+        return jmpx.filter_grad(loss, SCALE)(model, x)[2]
+
+    with one_warning("jmpx.equinox.with_policies"):
+        step(net.model, X)
+    step(net.model, X)
+
+
+def test_two_kinds_of_casts_are_named_in_one_warning():
+    loss, model = inside("equinox")
+    with one_warning("jmpx.autocast and jmpx.equinox.with_policies"):
+        jmpx.filter_grad(lambda model, x: jmpx.autocast(loss)(model, x), SCALE)(model, X)
+
+
+def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
+    loss, model = inside("equinox")
+
+    def outer(model, x, inner_policy):
+        of_x = lambda x: loss(model, x)  # noqa: E731
+        return jmpx.filter_grad(of_x, SCALE, policy=inner_policy)(x)[2].astype(F32).sum()
+
+    for outer_policy, inner_policy, warns in [
+        ("c=f16", "full", True),  # what the outer one rounded, the inner one does not restore
+        ("c=f16", "c=f16", True),
+        ("full", "c=f16", True),
+        ("full", "full", False),
+    ]:
+        context = one_warning("jmpx.equinox.with_policies") if warns else contextlib.nullcontext()
+        with context:
+            jmpx.filter_grad(outer, SCALE, policy=outer_policy)(model, X, inner_policy)
+
+
+def test_what_rounds_nothing_warns_of_nothing():
+    loss, model = inside("equinox")
+    half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
+    jmpx.filter_grad(loss, SCALE, policy="c=bf16")(half, X.astype(jnp.bfloat16))
+    plain = lambda model, x: model(x).sum()  # noqa: E731
+    for other in (
+        jmpx.force_full_precision(plain),
+        mpx.cast_function(plain, F32),
+        lambda *args: plain(*jmpx.cast_to_full(args)),
+        lambda model, x: plain(jmpx.equinox.with_policies(model), x),  # no policy at all
+    ):
+        jmpx.filter_grad(other, SCALE)(model, X)
+
+
+# Arguments that are left uncast
+
+
+UNCAST = [
+    ({}, 3, (), set()),
+    ({"uncast": 2}, 3, (), {"y"}),
+    ({"uncast": -1}, 3, (), {"y"}),
+    ({"uncast": -3}, 3, (), {"params"}),
+    ({"uncast": (1, -1)}, 3, (), {"x", "y"}),
+    ({"uncast": [np.int64(1)]}, 3, (), {"x"}),
+    ({"uncast": 2}, 2, ("y",), {"y"}),
+    ({"uncast": 2}, 2, (), set()),
+    ({"uncast": "y"}, 2, ("y",), {"y"}),
+    ({"uncast": "y"}, 3, (), {"y"}),
+    ({"uncast": "y"}, 2, (), set()),
+    ({"uncast": ["positions", "x"]}, 2, ("positions",), {"positions", "x"}),
+    ({"uncast": "extra"}, 2, ("extra",), {"extra"}),
+    ({"uncast": "params"}, 2, (), {"params"}),
+    ({"uncast": (1, "positions")}, 2, ("positions",), {"positions", "x"}),
+]
+
+
+def test_arguments_are_left_uncast():
+    seen = {}
+
+    def loss(params, x, y=None, *, positions=None, **more):
+        given = {"params": params, "x": x, "y": y, "positions": positions, **more}
+        seen.update({name: v.dtype.name for name, v in given.items() if v is not None})
+        return params.astype(F32).sum()
+
+    ones = np.ones(2, np.float32)
+    for options, count, keywords, expected in UNCAST:
+        seen.clear()
+        grad_fn = jmpx.filter_grad(loss, SCALE, policy="c=f16", **options)
+        *_, grads = grad_fn(*[ones] * count, **dict.fromkeys(keywords, ones))
+        assert grads.dtype == np.float32
+        assert {name for name, dtype in seen.items() if dtype == "float32"} == expected, options
+
+
+def test_a_target_of_1e5_survives_float16():
+    def loss(w, x, y):
+        return ((x * w).astype(F32) - y.astype(F32)).sum()
+
+    args = jnp.ones(()), jnp.ones(1), jnp.full(1, 1e5)
+    value, *_ = jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16", uncast=2)(*args)
+    assert value == 1 - 1e5
+    assert not np.isfinite(jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16")(*args)[0])
+
+
+def test_callables_without_a_signature_name_what_is_passed():
+    grad = jmpx.filter_grad(jnp.add, SCALE, policy="c=f16", uncast=1)
+    with jax.numpy_dtype_promotion("standard"):
+        assert grad(jnp.ones(()), jnp.ones(()))[2] == 1
+
+
+@pytest.mark.thorough
+def test_making_a_gradient_function_starts_no_backend():
+    result = run_python(
+        "-c",
+        """if True:
+        import jax
+        started = []
+        devices = jax.local_devices
+        jax.local_devices = lambda *a, **k: started.append(1) or devices(*a, **k)
+        import jmpx
+        jmpx.filter_grad(lambda w: w.sum(), jmpx.NoOpLossScale())
+        grad = jmpx.filter_value_and_grad(
+            lambda w: (w.sum(), w.dtype), jmpx.NoOpLossScale(), True)
+        print(len(started))
+        jax.distributed.initialize("localhost:9911", 1, 0)  # refuses where a backend runs
+        import jax.numpy as jnp
+        print(grad(jnp.ones(2))[0][1], len(started) > 0)
+        jmpx.get_policy("half")
+        """,
+    )
+    assert result.stdout == "0\nfloat16 True\n", result.stderr
+
+
+# A whole policy map
+
+
+RULES = "c=bf16,o=f32; */head: f32"
+NO_CAST = "casts nothing by policy map .* pass the whole model as an argument"
+
+
+def plain_loss(params, x):
+    return jnp.exp(jnp.tanh(x @ params["w"])).sum()
+
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
+
+
+def case_of(name):
+    """Returns a loss, the same that applies a map by hand, the parameters, and the map."""
+    if name == "autocast":
+        rules = "c=bf16; op.tanh: f32"
+        return plain_loss, jmpx.autocast(plain_loss, rules), PARAMS, rules
+    net = net_of(name, zoo.mlp)
+    losses = [
+        lambda model, x, apply=apply: apply(model, x).sum()
+        for apply in (net.apply, net.under(RULES))
+    ]
+    return *losses, net.model, RULES
+
+
+def program_of(name, loss, policy):
+    grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, policy=policy)
+    run, model = lambda model, x: tuple(grad_fn(model, x)), PARAMS
+    if name != "autocast":
+        run, model = net_of(name, zoo.mlp).split(run)
+    return jax.jit(run).lower(model, X).as_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_map_runs_the_program_that_applies_it_by_hand(name):
+    loss, by_hand, _, policy = case_of(name)
+    text = program_of(name, by_hand, "full")
+    assert "bf16" in text
+    assert program_of(name, loss, policy) == text
+    if name in ("haiku", "equinox"):
+        assert program_of(name, by_hand, policy) == text
+
+
+HK_STORE: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
+
+
+@pytest.mark.parametrize("how", ["jmpx.push_policy", "hk.mixed_precision.set_policy"])
+def test_class_policies_of_haiku_cast(how):
+    transformed = hk.transform(lambda x: hk.Linear(1, with_bias=False)(x))
+
+    def loss(params, x):
+        y = transformed.apply(params, None, x)
+        assert y.dtype == jnp.bfloat16
+        return y.astype(F32).sum()
+
+    with contextlib.ExitStack() as stack:
+        if how == "jmpx.push_policy":
+            stack.enter_context(jmpx.push_policy(hk.Linear, "c=bf16"))
+        else:
+            HK_STORE.set_policy(hk.Linear, jmpx.get_policy("c=bf16"))
+            stack.callback(jmpx.clear_policy, hk.Linear)
+        params = {"linear": {"w": jnp.ones((3, 1))}}
+        for each in (loss, jax.jit(loss)):
+            jmpx.filter_grad(each, NO_SCALE, policy="c=f32; Second?: f32")(params, X)
+
+
+@pytest.mark.parametrize(
+    ("policy", "make", "jit"),
+    [
+        (RULES, jmpx.filter_grad, True),
+        ("c=half,o=f32; Second: full", jmpx.filter_value_and_grad, False),
+        (jmpx.get_policy_map(RULES), jmpx.filter_value_and_grad, True),
+        (jmpx.get_policy_map("by=modules,c=bf16"), jmpx.filter_grad, False),
+        ("Second: full", jmpx.filter_grad, False),
+    ],
+    ids=["string", "half", "map", "map without rules", "rules alone"],
+)
+def test_one_warning_where_nothing_casts(policy, make, jit):
+    grad_fn = make(plain_loss, SCALE, policy=policy)
+    step = lambda params, x: tuple(grad_fn(params, x))  # noqa: E731
+    with warns_once(__file__, NO_CAST):
+        (jax.jit(step) if jit else step)(PARAMS, X)
+
+
+def test_each_function_warns_for_itself():
+    """What cast in one function, or failed there, says nothing of another under the same map."""
+    loss, _, model, _ = case_of("haiku")
+    jmpx.filter_grad(loss, NO_SCALE, policy=RULES)(model, X)
+
+    def fail(w):
+        raise RuntimeError("in the middle")
+
+    for _ in range(2):
+        with warns_once(__file__, NO_CAST):
+            jmpx.filter_grad(plain_loss, NO_SCALE, policy=RULES)(PARAMS, X)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            jmpx.filter_grad(fail, NO_SCALE, policy=RULES)(jnp.ones(1))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        jmpx.filter_grad(fail, SCALE)(jnp.ones(1))
+    casting, model = inside("equinox")
+    jmpx.filter_grad(casting, SCALE, policy="full")(model, X)
+    # Other casts do not follow a map.
+    cast = mpx.cast_function(plain_loss, jnp.bfloat16)
+    with warns_once(__file__, NO_CAST):
+        jmpx.filter_grad(lambda p, x: cast(p, x).astype(F32), NO_SCALE, policy=RULES)(PARAMS, X)
+
+
+def test_a_policy_casts_as_ever_and_asks_for_nothing_inside():
+    seen = []
+
+    def loss(params, x):
+        seen.append(params["w"].dtype)
+        return plain_loss(params, x)
+
+    policies = ["c=bf16,o=f32", "full", None, jmpx.get_policy("c=bf16")]
+    for policy in policies:
+        jmpx.filter_grad(loss, NO_SCALE, policy=policy)(PARAMS, X)
+    assert seen == [jmpx.get_policy(policy or "half").compute_dtype for policy in policies]
+    assert seen[2] == jmpx.half_dtype()
+    mpx.filter_grad(loss, NO_SCALE, False, False, policy="c=bf16; Linear: full")(PARAMS, X)
+    assert seen[-1] == F32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_jitted_function_that_is_not_traced_again(name):
+    loss, _, model, policy = case_of(name)
+    jitted = nnx.jit(loss) if name == "nnx" else jax.jit(loss)
+    jitted(model, X)  # traced outside of any gradient function
+    grad_fn = jmpx.filter_grad(jitted, NO_SCALE, policy=policy)
+    for _ in range(2):  # and a new gradient function, and a new lambda, in each step
+        grad_fn(model, X)
+        jmpx.filter_grad(jitted, NO_SCALE, policy=policy)(model, X)
+        jmpx.filter_grad(lambda m, x: jitted(m, x), NO_SCALE, policy=policy)(model, X)
+
+
+def test_a_jitted_function_is_traced_once_for_all_steps():
+    loss, _, model, _ = case_of("haiku")
+    traces = []
+
+    @jax.jit
+    def inner(params, x):
+        traces.append(1)
+        return loss(params, x)
+
+    for _ in range(3):
+        jmpx.filter_grad(lambda p, x: inner(p, x), NO_SCALE, policy=RULES)(model, X)
+    assert len(traces) == 1
+
+
+def test_an_inner_gradient_function_is_told_apart():
+    loss, _, params, _ = case_of("haiku")
+
+    def outer(policy, inner_policy):
+        def inner(params, x):
+            grads = jmpx.filter_grad(loss, NO_SCALE, policy=inner_policy)(params, x).grads
+            return jax.tree.leaves(grads)[0].astype(F32).sum()
+
+        grad_fn = jmpx.filter_grad(inner, NO_SCALE, policy=policy)
+        jax.eval_shape(lambda x: grad_fn(params, x)[1], X)
+
+    for policies in ((RULES, RULES), ("full", RULES), (RULES, "full")):
+        outer(*policies)
+    for policies in ((RULES, "c=bf16,o=f32"), ("c=bf16,o=f32", RULES)):
+        with warns_once(__file__, "has cast its arguments to 16 bits before jmpx.haiku.policies"):
+            outer(*policies)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce", "short"),
+    [("haiku", None, "f32"), ("linen", "bfloat16", "bf16"), ("equinox", "float16", "f16")],
+)
+def test_the_reduce_of_the_default_counts(name, reduce, short):
+    loss, _, model, rules = case_of(name)
+    text = rules if reduce is None else rules.replace("o=f32", f"o=f32,reduce={reduce}")
+    grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, policy=text, over=jmpx.Over(AXIS))
+    run = lambda model, x: tuple(grad_fn(model, x))[1:]  # noqa: E731
+    mapped = jax.shard_map(run, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=P())
+    lowered = jax.jit(mapped).lower(model, X).as_text()
+    assert "stablehlo.all_reduce" in lowered and "bf16>" in lowered
+    sums = [line for line in lowered.splitlines() if "}) : (tensor<" in line and "x" in line]
+    assert sums and all(f"x{short}>" in line for line in sums), sums
+
+
+MAPPINGS = {
+    "c=half,o=f32,r=bf16": {"compute": "half", "output": "f32", "reduce": "bf16"},
+    "c=half; Linear: full": {
+        "policy": {"compute": "half"},
+        "rules": [{"select": "Linear", "compute": "full"}],
+    },
+    "c=bf16; Linear: half": {"policy": "c=bf16", "rules": ["Linear: half"]},
+}
+
+
+@pytest.mark.parametrize("text", MAPPINGS)
+def test_a_mapping_is_what_its_string_is(text):
+    net = net_of("equinox")
+
+    def program(policy):
+        loss = lambda model, x: net.apply(model, x).sum().astype(F32)  # noqa: E731
+        grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, policy=policy, over=jmpx.Over(AXIS))
+        run = jax.vmap(lambda x: tuple(grad_fn(net.model, x))[1:], axis_name=AXIS)
+        return jax.jit(run).lower(X[None]).as_text()
+
+    assert program(MAPPINGS[text]) == program(text)
+
+
+# float16 without a loss scale
+
+
+NO_SCALE_WARNS = "computes in float16 without a loss scale, .* jmpx.DynamicLossScale.. "
+
+
+def mean_square(w, x):
+    return jnp.mean((x @ w).astype(F32) ** 2)
+
+
+@pytest.mark.filterwarnings("error:The gradient function computes in float16:UserWarning")
+@pytest.mark.parametrize(("policy", "jit"), [("c=f16", True), ("16-mixed", False), (F16, False)])
+def test_float16_without_a_loss_scale(policy, jit, rng):
+    arguments = normal(rng, 3, 2), normal(rng, 4, 3)
+    make = lambda scale: jmpx.filter_value_and_grad(mean_square, scale, policy=policy)  # noqa: E731
+    step = lambda w, x: tuple(make(NO_SCALE)(w, x))  # noqa: E731
+    with warns_once(__file__, NO_SCALE_WARNS):
+        value, _, _, grads = (jax.jit(step) if jit else step)(*arguments)
+    same = make(SCALE)(*arguments)  # what the warning says to write is silent
+    np.testing.assert_array_equal(same.grads, grads)
+    np.testing.assert_array_equal(same.value, value)
+    make(jmpx.DynamicLossScale(2.0**10))(*arguments)
+
+
+@pytest.mark.filterwarnings("error:The gradient function computes in float16:UserWarning")
+def test_which_policies_need_a_scale(rng):
+    arguments = normal(rng, 3, 2), normal(rng, 4, 3)
+
+    def loss(w, x):
+        return mean_square(*jmpx.autocast(lambda w, x: (w * 1.0, x), "c=f16")(w, x))
+
+    for policy in ("c=f16; Linear: full", "c=bf16; Linear: f16"):
+        with pytest.warns(UserWarning) as caught:
+            jmpx.filter_grad(loss, NO_SCALE, policy=policy)(*arguments)
+        assert any("in float16 without a loss scale" in str(w.message) for w in caught)
+    for policy in ("c=bf16", "full", "params=f16,c=f32,o=f16"):
+        jmpx.filter_grad(mean_square, NO_SCALE, policy=policy)(*arguments)
+    off = mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False, policy="c=f16")
+    off(*arguments)
