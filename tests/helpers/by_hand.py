@@ -4,102 +4,34 @@ The model has no cast. By hand, the caller casts the parameters that do not belo
 input and the result, and each norm runs on float32 between two casts, as `FULL_NORMS` says it.
 """
 
-import equinox as eqx
-import flax.linen as nn
-import haiku as hk
+import functools
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 
-import jmpx
-import jmpx.equinox
-import jmpx.flax
-import jmpx.haiku
+from helpers import zoo
 
 FULL_NORMS = "c=bf16,o=f32; LayerNorm: full"
 HEADS = 2
 
 
-def forward(layers, x, around_norm):
-    """Returns the logits of images, given as patches, from a dict of layers."""
-    x = layers["patches"](x)
-    q, k, v = jnp.split(layers["qkv"](around_norm(layers["norm1"])(x)), 3, axis=-1)
-    q, k, v = (a.reshape(*a.shape[:2], HEADS, -1) for a in (q, k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(scores).astype(q.dtype)
-    x = x + layers["mix"](jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
-    hidden = jax.nn.gelu(layers["up"](around_norm(layers["norm2"])(x)))
-    x = x + layers["down"](hidden)
-    return layers["head"](x[:, 0])
+def vit(around_norm):
+    """Returns the body of a model of logits of images, given as patches."""
 
+    def body(m, x):
+        linear, width = m.linear, x.shape[-1]
+        x = linear("patches", width)(x)
+        q, k, v = jnp.split(linear("qkv", 3 * width)(around_norm(m.norm("norm1"))(x)), 3, axis=-1)
+        q, k, v = (a.reshape(*a.shape[:2], HEADS, -1) for a in (q, k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(scores).astype(q.dtype)
+        x = x + linear("mix", width)(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+        hidden = jax.nn.gelu(linear("up", 4 * width)(around_norm(m.norm("norm2"))(x)))
+        x = x + linear("down", width)(hidden)
+        return linear("head", 16)(x[:, 0])
 
-def linears(width):
-    """Returns the inputs and outputs of each linear layer."""
-    return {
-        "patches": (width, width),
-        "qkv": (width, 3 * width),
-        "mix": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-        "head": (width, 16),
-    }
-
-
-NORMS = ("norm1", "norm2")
-
-
-class HaikuViT(hk.Module):
-    def __init__(self, width, around_norm):
-        super().__init__()
-        self.width, self.around_norm = width, around_norm
-
-    def __call__(self, x):
-        layers = {k: hk.Linear(n, name=k) for k, (_, n) in linears(self.width).items()}
-        layers |= {k: hk.LayerNorm(-1, True, True, name=k) for k in NORMS}
-        return forward(layers, x, self.around_norm)
-
-
-class LinenViT(nn.Module):
-    width: int
-    around_norm: object
-
-    @nn.compact
-    def __call__(self, x):
-        layers = {k: nn.Dense(n, name=k) for k, (_, n) in linears(self.width).items()}
-        layers |= {k: nn.LayerNorm(name=k) for k in NORMS}
-        return forward(layers, x, self.around_norm)
-
-
-class NNXViT(nnx.Module):
-    def __init__(self, width, around_norm):
-        rngs = nnx.Rngs(0)
-        for k, (n, m) in linears(width).items():
-            setattr(self, k, nnx.Linear(n, m, rngs=rngs))
-        for k in NORMS:
-            setattr(self, k, nnx.LayerNorm(width, rngs=rngs))
-        self.around_norm = around_norm
-
-    def __call__(self, x):
-        return forward(vars(self), x, self.around_norm)
-
-
-class EquinoxViT(eqx.Module):
-    linears: dict
-    norms: dict
-
-    def __init__(self, width):
-        key = jax.random.key(0)
-        self.linears = {k: eqx.nn.Linear(*n, key=key) for k, n in linears(width).items()}
-        self.norms = {k: eqx.nn.LayerNorm(width) for k in NORMS}
-
-    def __call__(self, x, around_norm=lambda norm: norm):
-        layers = {k: jax.vmap(jax.vmap(f)) for k, f in {**self.linears, **self.norms}.items()}
-        layers["head"] = jax.vmap(self.linears["head"])
-        return forward(layers, x, around_norm)
-
-
-def as_is(norm):
-    return norm
+    return body
 
 
 def island(norm):
@@ -134,55 +66,16 @@ def loss_of(logits):
     return jax.nn.logsumexp(logits, axis=-1).mean()
 
 
-# Each framework returns the parameters, the model, which makes logits of parameters and patches,
-# the model with islands, and the model under `FULL_NORMS`.
-
-
-def haiku(width, x):
-    plain, by_hand = (
-        hk.without_apply_rng(hk.transform(lambda x, around=around: HaikuViT(width, around)(x)))
-        for around in (as_is, island)
+def _models(framework, width, x):
+    """Returns the parameters; the model, which makes logits of them and of patches; the model with
+    islands; and the model under `FULL_NORMS`."""
+    assert x.shape[-1] == width
+    plain, hand = (
+        zoo.build(framework, vit(around), x, rng=np.random.default_rng(0))
+        for around in (lambda norm: norm, island)
     )
-
-    def with_policy(params, x):
-        with jmpx.haiku.policies(FULL_NORMS):
-            return plain.apply(params, x)
-
-    return plain.init(jax.random.key(0), x), plain.apply, by_hand.apply, with_policy
+    apply, params = plain.split()
+    return params, apply, hand.split()[0], plain.split(plain.under(FULL_NORMS))[0]
 
 
-def linen(width, x):
-    plain, by_hand = (LinenViT(width, around) for around in (as_is, island))
-
-    def with_policy(params, x):
-        with jmpx.flax.policies(FULL_NORMS):
-            return plain.apply(params, x)
-
-    return plain.init(jax.random.key(0), x), plain.apply, by_hand.apply, with_policy
-
-
-def flax_nnx(width, x):
-    (plain, params), (by_hand, _) = (nnx.split(NNXViT(width, f)) for f in (as_is, island))
-
-    def with_policy(params, x):
-        return jmpx.flax.with_policies(nnx.merge(plain, params), FULL_NORMS)(x)
-
-    def apply(graph):
-        return lambda params, x: nnx.merge(graph, params)(x)
-
-    return params, apply(plain), apply(by_hand), with_policy
-
-
-def equinox(width, x):
-    params, plain = eqx.partition(EquinoxViT(width), eqx.is_array)
-
-    def apply(around):
-        return lambda params, x: eqx.combine(params, plain)(x, around)
-
-    def with_policy(params, x):
-        return jmpx.equinox.with_policies(eqx.combine(params, plain), FULL_NORMS)(x)
-
-    return params, apply(as_is), apply(island), with_policy
-
-
-FRAMEWORKS = {"haiku": haiku, "linen": linen, "nnx": flax_nnx, "equinox": equinox}
+FRAMEWORKS = {name: functools.partial(_models, name) for name in zoo.FRAMEWORKS}

@@ -342,10 +342,6 @@ def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
     if rng is None:
         return Net(framework, *make())
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), np.float32)  # noqa: E731
-    if framework == "nnx":
-        apply, model = make()
-        model = jax.tree.map(lambda leaf: draw(leaf) if _is_floating(leaf) else leaf, model)
-        return Net(framework, apply, model)
     applies = []
 
     def init():
@@ -354,12 +350,12 @@ def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
         return model
 
     # Traced, as an initializer that runs has each of its operations compiled.
-    model = jax.tree.map(draw, jax.eval_shape(init))
+    if framework == "nnx":
+        graph, state = nnx.split(nnx.eval_shape(init))
+        model = nnx.merge(graph, jax.tree.map(draw, state))
+    else:
+        model = jax.tree.map(draw, jax.eval_shape(init))
     return Net(framework, applies[0], model)
-
-
-def _is_floating(leaf):
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 # Bodies
