@@ -58,7 +58,7 @@ def in_cond(h):
 # that of an operation in a loop, a branch or a checkpoint.
 CASES = {
     "eager": (lambda f: jmpx.autocast(f), log_of, True),
-    "jit of grad": (lambda f: jax.jit(jax.grad(jmpx.autocast(f))), log_of, True),
+    "jit": (lambda f: jax.jit(jax.value_and_grad(jmpx.autocast(f))), log_of, True),
     "autocast of value_and_grad": (lambda f: jmpx.autocast(jax.value_and_grad(f)), log_of, True),
     "float32": (lambda f: jmpx.autocast(f, "c=full"), log_of, True),
     "vmap": (lambda f: lambda x: jax.vmap(jmpx.autocast(f))(x[None]), log_of, True),

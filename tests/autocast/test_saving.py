@@ -1,7 +1,10 @@
-"""`jmpx.autocast(save="products")` changes what is kept, and neither numbers nor dtypes."""
+"""`save="products"` changes what is kept, and neither numbers nor dtypes: pieces and cuts."""
 
 import collections
 import functools
+import gc
+import itertools
+import weakref
 from typing import Any
 
 import autocast as benchmark
@@ -9,26 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, normal
-from helpers.autocast import LOW_DTYPES
-from helpers.jaxprs import equations_of
+from helpers import assert_same_bits, normal, warns_once
+from helpers.autocast import LOW_DTYPES, rows
+from helpers.jaxprs import equations, equations_of, trace
 from helpers.saved_models import MODELS
-from jax import export
+from hypothesis import given, strategies as st
+from jax import export, lax
+from jax.experimental import io_callback
 
 import jmpx
+from jmpx._autocast import cuts  # which cuts are best is said by no public name
 
 # Equations that hold a jaxpr, names, which compute nothing, and casts, which each piece makes.
 _AROUND = {"jit", "remat2", "custom_vjp_call", "convert_element_type", "copy", "name"}
-
-
-def losses(apply, x, labels, policy, save: Any = "products"):
-    """Returns a loss without `save=` and one with it."""
-
-    def loss_of(apply):
-        return lambda params: benchmark.cross_entropy(apply(params, x), labels)
-
-    casts = jmpx.autocast(apply, policy), jmpx.autocast(apply, policy, save=save)
-    return [loss_of(cast) for cast in casts]
+SAVES: list[Any] = ["products", "products+attention"]
 
 
 def dtypes_of_operations(fn, *args):
@@ -48,64 +45,444 @@ def dtypes_of_operations(fn, *args):
 EXACT = {"xla_allow_excess_precision": False}
 
 
-# In these, XLA sums the cotangents of a parameter in another order; since JAX 0.12, in one more.
-REORDERED = ("unrolled", "haiku", *["equinox"] * (jax.__version_info__ >= (0, 12)))
-
-
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("save", ["products", "products+attention"])
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_changes(rng, name, save):
+@pytest.mark.parametrize("name", rows(MODELS, "integers", "custom", "recurrence"))
+def test_nothing_changes(rng, name):
     """Only under XLA's optimizations do gradients differ, by the order of float32 sums."""
     apply, params, x, labels = MODELS[name](rng)
-    plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)), save)
+    policy, save = rng.choice(list(LOW_DTYPES)), SAVES[len(name) % 2]
+
+    def loss_of(**options):
+        cast = jmpx.autocast(apply, policy, **options)
+        return lambda params: benchmark.cross_entropy(cast(params, x), labels)
+
+    plain, saving = loss_of(), loss_of(save=save)
     assert any(eqn.primitive.name == "remat2" for eqn in equations_of(saving, params))
     assert dtypes_of_operations(saving, params) == dtypes_of_operations(plain, params)
     grads = [jax.jit(jax.grad(f), compiler_options=EXACT)(params) for f in (plain, saving)]
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads[0]))
-    if name in REORDERED:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), *grads)
-    else:
-        assert_same_bits(*grads)
+    assert_same_bits(*grads)
     assert benchmark.residual_bytes(saving, params) < benchmark.residual_bytes(plain, params)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("save", ["products", "products+attention"])
-@pytest.mark.filterwarnings("ignore:JAX cannot trace")
-@pytest.mark.parametrize("name", MODELS)
-def test_operation_by_operation_the_bits_are_the_same(rng, name, save):
-    """So what differs in the compiled programs of these models is XLA's alone."""
-    apply, params, x, labels = MODELS[name](rng)
-    plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)), save)
-    with jax.disable_jit():  # JAX 0.12 compiles a checkpoint as a whole, also in an eager call
-        grads = [jax.grad(loss)(params) for loss in (saving, plain)]
-    assert_same_bits(*grads)
+def test_an_exported_function_with_symbolic_sizes(rng):
+    w = normal(rng, 8, 8)
 
+    def loss(w, x, save: Any = "products"):
+        cast = jmpx.autocast(lambda w, x: attend(attend(x, w) / 2, w), save=save)
+        return jnp.mean(cast(w, x).astype(jnp.float32) ** 2)
 
-def attention(x, w, up, down):
-    scores = jax.nn.softmax((x @ w) @ jnp.swapaxes(x, -1, -2) / 4)
-    x = x + scores @ x
-    return x + jax.nn.gelu(x @ up) @ down
+    def attend(x, w):
+        return x + jax.nn.softmax((x @ w) @ jnp.swapaxes(x, -1, -2) / 4) @ jnp.tanh(x @ w)
 
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("shape", ["b, 6, 8", "b, s, 8", "2*b, s + 1, 8"])
-def test_an_exported_function_with_symbolic_sizes(shape, rng):
-    params = [(normal(rng, 8, 8), normal(rng, 8, 16), normal(rng, 16, 8)) for _ in range(3)]
-
-    def loss(params, x, save: Any = "products"):
-        def apply(params, x):
-            return functools.reduce(lambda x, weights: attention(x, *weights) / 2, params, x)
-
-        return jnp.mean(jmpx.autocast(apply, save=save)(params, x).astype(jnp.float32) ** 2)
-
-    x = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
-    assert any(eqn.primitive.name == "remat2" for eqn in equations_of(loss, params, x))
-    exported = export.export(jax.jit(jax.grad(loss)))(params, x)
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("2*b, s + 1, 8"), jnp.float32)
+    assert any(eqn.primitive.name == "remat2" for eqn in equations_of(loss, w, x))
+    exported = export.export(jax.jit(jax.grad(loss)))(w, x)
     batch = normal(rng, 4, 6, 8)
-    plain = jax.jit(jax.grad(functools.partial(loss, save=None)))(params, batch)
-    grads = exported.call(params, batch)
-    assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), grads, plain)
+    plain = jax.jit(jax.grad(functools.partial(loss, save=None)))(w, batch)
+    assert np.abs(plain).max() > 0
+    np.testing.assert_allclose(exported.call(w, batch), plain, rtol=0.05, atol=0.02)
+
+
+# Pieces that are alike share the function under their checkpoint, and others do not.
+
+LAYERS = 6
+
+
+def block(x, w, i):
+    del i
+    return x + jnp.tanh(x @ w) @ w
+
+
+def with_own_number(x, w, i):
+    return x + jnp.tanh(x @ w * [1.5, -0.0, 0.0, 0.25, 3.0, 0.1][i]) @ w
+
+
+def with_own_constant(x, w, i):
+    return x + jnp.tanh(x @ w + np.full(8, i, np.float32)) @ w
+
+
+def with_a_jitted_constant(x, w, i):
+    bias = jnp.full(8, float(i))
+    return x + jax.jit(lambda x: jnp.tanh(x + bias))(x @ w) @ w
+
+
+def with_own_derivative(x, w, i):
+    @jax.custom_jvp
+    def scaled(x):
+        return jnp.sin(x)
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * i))
+    return x + scaled(x @ w) @ w
+
+
+def with_own_scope(x, w, i):
+    with jax.named_scope("wide" if i % 2 else "low"):
+        return x + jnp.tanh(x @ w) @ w
+
+
+def with_an_output_read_later(x, w, i):
+    return block(x, w, i) if i else block(x, w, i) + w[0]
+
+
+def layered(block, x, ws):
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"layer_{i}"):
+            x = block(x, w, i)
+    return x
+
+
+@pytest.fixture
+def arrays(rng):
+    return normal(rng, 4, 8), [normal(rng, 8, 8) / 4 for _ in range(LAYERS)]
+
+
+def shared(fn, *args, policy="c=bf16"):
+    """Returns how many pieces there are, and how many functions they share."""
+    found = equations(trace(jmpx.autocast(fn, policy, save="products"), *args))
+    remats = [id(eqn.params["jaxpr"]) for eqn in found if eqn.primitive.name == "remat2"]
+    return len(remats), len(set(remats))
+
+
+def test_equal_layers_are_one_function(arrays):
+    count, functions = shared(functools.partial(layered, block), *arrays)
+    assert count >= LAYERS
+    assert functions <= 4  # the first, whose input is no activation; the second; the others
+
+
+BLOCKS = [
+    with_own_number,
+    with_own_constant,
+    with_a_jitted_constant,
+    with_own_derivative,
+    with_own_scope,
+    with_an_output_read_later,
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_differs_is_not_shared(arrays, block):
+    def loss(ws, **options):
+        cast = jmpx.autocast(functools.partial(layered, block), "c=bf16; layer_3: full", **options)
+        return jnp.square(cast(arrays[0], ws[:4])).sum()
+
+    grads = jax.grad(functools.partial(loss, save="products")), jax.grad(loss)
+    assert_same_bits(*(jax.jit(grad, compiler_options=EXACT)(arrays[1]) for grad in grads))
+
+
+def test_each_layer_keeps_its_name_and_its_line(arrays):
+    fn = jmpx.autocast(functools.partial(layered, block), save="products")
+    text = jax.jit(jax.grad(lambda x, ws: fn(x, ws).sum())).lower(*arrays).as_text(debug_info=True)
+    assert all(f"layer_{i}/" in text or f"layer_{i})" in text for i in range(LAYERS))
+
+    def by_hand(x, w):
+        x = block(x, w, 0)
+        x = block(x, w, 1)
+        return block(x, w, 2)
+
+    functions = shared(by_hand, arrays[0], arrays[1][0])
+    assert functions[0] == functions[1]  # their lines differ
+
+
+def test_no_array_is_kept(arrays):
+    x, ws = arrays
+    fn = jmpx.autocast(functools.partial(layered, block), save="products")
+    jax.grad(lambda ws: fn(x, ws).sum())(ws)
+    kept = [weakref.ref(w) for w in ws]
+    ws.clear()
+    gc.collect()
+    assert all(ref() is None for ref in kept)
+
+
+# Between which arrays it cuts.
+
+
+def pieces(fn, *args, **options):
+    """Returns how many products each checkpointed piece has, innermost functions included."""
+    cast = jmpx.autocast(fn, save="products", **options)
+    remats = [e for e in equations(trace(cast, *args)) if e.primitive.name == "remat2"]
+    inner = [list(equations(e.params["jaxpr"])) for e in remats]
+    return [sum(e.primitive.name == "dot_general" for e in eqns) for eqns in inner]
+
+
+def blocks(x, w, count=3, wrap=lambda f: f):
+    def block(x):
+        return x + jnp.tanh(x @ w) @ w
+
+    for _ in range(count):
+        x = wrap(block)(x)
+    return x
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """As if all that is computed again lived at once; small models have one piece otherwise."""
+    monkeypatch.setattr(cuts, "_AGAIN", 1)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_cuts(pair):
+    def scanned(x, w):
+        return lax.scan(lambda x, _: (blocks(x, w, 2), None), x, None, 3)[0]
+
+    def decoder(x, w):  # in which the encoder's output lives all along
+        encoded = blocks(x, w, 2)
+        for _ in range(9):
+            x = blocks(x, w, 1) + jnp.sin(encoded)
+        return x
+
+    # An input is no activation: after the first product, the product alone lives.
+    assert pieces(blocks, *pair) == [1, 1, 2, 2]
+    assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
+    assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
+    assert pieces(scanned, *pair) == [1, 1, 2]
+    assert pieces(decoder, *pair) == [1, 1, 6, *[2] * 7]  # whose blocks repeat
+    assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
+
+
+def llama(x, w):
+    """A block in which several products read the result of one norm."""
+    h = jnp.sin(x) * 2
+    x = x + jnp.tanh((h @ w) * (h @ w) * (h @ w)) @ w
+    h = jnp.sin(x) * 2
+    return x + jnp.tanh((h @ w) * (h @ w)) @ w
+
+
+def scanned(x, w, body=llama, length=6):
+    return lax.scan(lambda x, _: (body(x, w), None), x, None, length)[0]
+
+
+def test_no_cut_between_products_of_one_activation(pair):
+    """What depends on a carry, or on an operand that is an activation outside, has to be saved."""
+    jitted = jax.jit(llama)
+    assert pieces(scanned, *pair) == pieces(lambda x, w: scanned(x, w, jitted), *pair) == [4, 3]
+    assert pieces(lambda x, w: jitted(jitted(x @ w, w), w), *pair) == [1, 4, 3, 4, 3]
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_loop_saves_for_each_turn(pair):
+    """So a cut that keeps an array may pay in a short loop alone."""
+
+    def count(turns):
+        return pieces(lambda x, w: scanned(x, w, lambda x, w: llama(llama(x, w), w), turns), *pair)
+
+    assert [count(turns) for turns in (1, 2, 50)] == [[4, 3, 4, 3], [4, 7, 3], [4, 10]]
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_what_depends_on_no_product_is_no_activation(rng):
+    """A mask, tables of angles and a cast of each parameter live all along, and hinder no cut."""
+    x, ws = normal(rng, 4, 8), [normal(rng, 8, 8) for _ in range(3)]
+
+    def fn(x, ws):
+        mask = x > 0
+        angles = jnp.outer(x[:, 0], jnp.arange(8.0))
+        transposed = [w.T * 2 for w in ws]
+        for w in transposed:
+            x = jnp.where(mask, jnp.tanh(x @ w), jnp.cos(angles) * x)
+        return x
+
+    assert pieces(fn, x, ws) == [1, 1, 1]
+
+
+def test_a_head_larger_than_what_it_reads_is_in_no_piece(rng):
+    """The backward pass begins with the head's results: a piece would save nothing of them."""
+    x, w = normal(rng, 4, 8), normal(rng, 8, 8)
+
+    def logits(x, w, head):
+        return jnp.tanh(blocks(x, w)) @ head + 1.0
+
+    def loss(x, w, head):
+        return jnp.square(logits(x, w, head)).sum()
+
+    for classes, outside in ((4, 0), (64, 1)):
+        head = normal(rng, 8, classes)
+        assert sum(pieces(logits, x, w, head)) == 7 - outside
+        assert sum(pieces(loss, x, w, head)) == 7  # its results are read in the function
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_first_pieces_are_long_and_the_last_ones_short(pair):
+    """When the backward pass comes to the first pieces, the products of later ones are gone."""
+    functions = jnp.tanh, jnp.sin, jnp.cos, jnp.sinh, jnp.arctan, jnp.abs, jax.nn.sigmoid
+    functions += jax.scipy.special.erf, jnp.floor, jnp.ceil, jnp.arcsinh, jnp.sign
+
+    def fn(x, w):
+        for function in functions:  # blocks that do not repeat
+            x = x + function(x @ w) @ w
+        return x
+
+    # Where a product alone lives, a cut keeps nothing more.
+    assert pieces(fn, *pair) == [1, 1, 10, 6, 4, 2]
+
+
+def test_once_in_each_of_repeated_blocks(pair):
+    assert pieces(lambda x, w: blocks(x, w, 12), *pair) == [1, 1, *[2] * 11]
+
+
+SIZE = st.integers(0, 9)
+
+
+@given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=7))
+def test_the_cuts_that_need_the_least_memory(sizes):
+    """Against all subsets of the places."""
+    kept, made, others = (list(column) for column in zip(*sizes, strict=True))
+    products, again = ([*itertools.accumulate([*column, 3])] for column in (made, others))
+
+    def peak(chosen):
+        peaks, total, begun = [], 0, 0
+        for end in [*chosen, len(kept)]:
+            peaks.append(total + products[end] + again[end] - begun)
+            begun = again[end]
+            total += kept[end] if end < len(kept) else 0
+        return max(peaks)
+
+    every = [c for n in range(len(kept) + 1) for c in itertools.combinations(range(len(kept)), n)]
+    found = cuts.Part(range(len(kept)), kept, products, again).cuts()
+    bound = (products[-1] + again[-1] + sum(kept)) / 1000
+    assert peak(found) <= min(map(peak, every)) + bound
+
+
+# Products of experts and of attention.
+
+
+def grads_of(model, weights):
+    """The gradients of a model of weights, without save= and with it, and their products."""
+    grads, counts = [], []
+    for save in (None, *SAVES):
+        cast = jmpx.autocast(model, save=save)
+        grad = jax.jit(jax.grad(lambda weights, f=cast: jnp.square(f(weights)).sum()))
+        lowered = grad.lower(weights)
+        counts.append(lowered.as_text().count("dot_general"))
+        grads.append(lowered.compile(EXACT)(weights))
+    return grads, counts
+
+
+def test_products_of_experts_are_saved(rng):
+    x, w = normal(rng, 2, 4, 8), normal(rng, 8, 8)
+    weights = normal(rng, 3, 8, 16), normal(rng, 3, 16, 8)
+
+    @jax.jit
+    def experts(x, up, down):
+        gates = jax.nn.softmax(x @ w[:, :3])
+        sent = jnp.einsum("bse,bsd->ebd", gates, x)
+        h = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, up)), down)
+        return x + jnp.einsum("bse,ebd->bsd", gates, h)
+
+    (plain, *saving), counts = grads_of(lambda weights: experts(x @ w, *weights), weights)
+    # What is sent to experts is a product of activations.
+    assert counts[1:] == [counts[0] + 1, counts[0]]
+    assert_same_bits(saving, [plain] * 2)
+
+
+def attention(x, w, wrap=lambda f: f):
+    """A block of an attention, whose two products are of activations."""
+    q, k, v = (jnp.tanh(x @ w[i]) for i in range(3))
+    scores = wrap(lambda q, k: jnp.einsum("btd,bsd->bts", q, k))(q, k)
+    return x + wrap(lambda p, v: jnp.einsum("bts,bsd->btd", p, v))(jax.nn.softmax(scores), v) @ w[3]
+
+
+def dotted(x, w):
+    q, k, v = (jnp.tanh(x @ w[i])[:, :, None] for i in range(3))
+    return x + jax.nn.dot_product_attention(q, k, v)[:, :, 0] @ w[3]
+
+
+ATTENTIONS = {
+    "jitted parts": lambda x, w: attention(x, w, jax.jit),
+    "jitted": jax.jit(attention),
+    "scanned": lambda x, w: lax.scan(lambda x, _: (attention(x, w), None), x, None, 1)[0],
+    "vmapped": lambda x, w: jax.vmap(lambda x: attention(x[None], w)[0])(x),
+    "jax.nn": dotted,
+}
+
+
+@pytest.mark.parametrize("name", rows(ATTENTIONS, "jitted parts", "vmapped"))
+def test_products_of_attention_are_made_again_unless_they_are_saved(name, rng):
+    x, weights = normal(rng, 2, 5, 8), [normal(rng, 4, 8, 8) / 3 for _ in range(2)]
+
+    def model(weights):
+        return functools.reduce(ATTENTIONS[name], weights, x)
+
+    (wanted, *found), counts = grads_of(model, weights)
+    assert counts[0] == counts[2] < counts[1]
+    # A cut in a jitted block changes the order in which the cotangents of its operand are summed.
+    bound = 0.02 if name == "jitted" else 0
+    for pair in zip(jax.tree.leaves(found), jax.tree.leaves([wanted] * 2), strict=True):
+        np.testing.assert_allclose(*pair, rtol=0, atol=bound * np.abs(pair[1]).max())
+
+
+# What is left as it was.
+
+
+def test_a_gradient_inside(pair):
+    def fn(x, w):
+        return jax.grad(lambda x: blocks(x, w).sum())(x)
+
+    for f in (fn, jax.jit(fn)):
+        with warns_once(__file__, "takes a gradient itself"):
+            cast = jmpx.autocast(f, save="products")
+            found = [e.primitive.name for e in equations_of(lambda *a, f=cast: f(*a), *pair)]
+        assert "remat2" not in found
+
+
+@pytest.mark.parametrize("ordered, wrap", [(True, lambda f: f), (False, jax.jit)])
+def test_effects_happen_once_and_in_order(pair, log, ordered, wrap):
+    x, w = pair
+
+    @wrap
+    def block(x, i):
+        h = x @ w
+        io_callback(lambda i: log.append(int(i)), None, i, ordered=ordered)
+        size = io_callback(lambda: np.float32(3), jax.ShapeDtypeStruct((), jnp.float32))
+        return x + jnp.tanh(h) @ w * size
+
+    def fn(x):
+        for i in range(3):
+            x = block(x, i)
+        return x.sum()
+
+    assert len(pieces(fn, x)) >= 3
+    casts = jmpx.autocast(fn), jmpx.autocast(fn, save="products")
+    plain, saving = (jax.block_until_ready(jax.jit(jax.grad(cast))(x)) for cast in casts)
+    np.testing.assert_array_equal(saving, plain)
+    jax.effects_barrier()
+    assert log == [0, 1, 2] * 2 if ordered else sorted(log) == [0, 0, 1, 1, 2, 2]
+
+
+def test_under_vmap_and_nested(pair):
+    x, w = pair
+    saving = jmpx.autocast(blocks, save="products")
+    plain = jmpx.autocast(blocks)
+    vmapped = [jax.vmap(f, (0, None))(x[:, None], w) for f in (saving, plain)]
+    np.testing.assert_array_equal(*vmapped)
+    outer = jmpx.autocast(lambda x, w: saving(x, w) @ w)
+    np.testing.assert_array_equal(outer(x, w), jmpx.autocast(lambda x, w: plain(x, w) @ w)(x, w))
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_in_shard_map(pair):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("i",))
+    specs = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
+
+    def local(x, w):
+        return lax.pmean(blocks(x, w), "i")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
+    assert pieces(mapped, *pair) == [1, 1, 2, 2]
+    plain, saving = jmpx.autocast(mapped), jmpx.autocast(mapped, save="products")
+    grads = [
+        jax.jit(jax.grad(lambda w, f=f: f(pair[0], w).sum()))(pair[1]) for f in (plain, saving)
+    ]
+    np.testing.assert_allclose(*grads, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.thorough
+def test_the_cost_of_tracing(rng):
+    """Equations of the traced gradients: those that are computed again come on top."""
+    model = benchmark.Transformer(4, 8, 2, 16, classes=4)
+    params, ways = model.init(rng), benchmark.losses(model, model.batch(rng, 2, 6))
+
+    def count(way):
+        return len(equations_of(jax.grad(ways[way]), params))
+
+    assert count("autocast, save") < 1.6 * count("autocast")

@@ -1,8 +1,6 @@
 """Small models of every make, for what `jmpx.autocast(save=)` must leave equal."""
 
 import autocast as benchmark
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,13 +10,10 @@ from helpers import normal
 from helpers.autocast import eleven, seven
 
 
-def _transformer(**options):
-    def make(rng):
-        model = benchmark.Transformer(2, 8, 2, 16, classes=4, **options)
-        x, labels = model.batch(rng, 2, 6)
-        return model.apply, model.init(rng), x, labels
-
-    return make
+def _transformer(rng):
+    model = benchmark.Transformer(2, 8, 2, 16, classes=4, scanned=True)
+    x, labels = model.batch(rng, 2, 6)
+    return model.apply, model.init(rng), x, labels
 
 
 def _mlp(step, layers=3, width=8):
@@ -117,45 +112,9 @@ def _images(rng):
     return apply, (params, head), normal(rng, 2, 6, 6, 3), jnp.arange(2)
 
 
-def _haiku(rng):
-    def net(x):
-        for i in range(2):
-            h = hk.LayerNorm(-1, True, True, name=f"norm_{i}")(x)
-            h = hk.Linear(12, name=f"up_{i}")(h)
-            kept = jax.random.bernoulli(hk.next_rng_key(), 0.5, h.shape)
-            x = x + hk.Linear(8, name=f"down_{i}")(jnp.where(kept, jax.nn.gelu(h), 0.0))
-        return x
-
-    transformed = hk.transform(net)
-    x, key = normal(rng, 4, 8), jax.random.key(1)
-    params = transformed.init(key, x)
-    return lambda p, x: transformed.apply(p, key, x), params, x, jnp.arange(4)
-
-
-def _equinox(rng):
-    class Block(eqx.Module):
-        up: eqx.nn.Linear
-        down: eqx.nn.Linear
-
-        def __call__(self, x):
-            return x + self.down(jax.nn.silu(self.up(x)))
-
-    key = jax.random.key(2)
-    blocks = [Block(eqx.nn.Linear(8, 12, key=key), eqx.nn.Linear(12, 8, key=key)) for _ in range(2)]
-    params, static = eqx.partition(blocks, eqx.is_array)
-
-    def apply(params, x):
-        for block in eqx.combine(params, static):
-            x = jax.vmap(block)(x)
-        return x
-
-    return apply, params, normal(rng, 4, 8), jnp.arange(4)
-
-
 MODELS = {
     "mlp": _mlp(lambda x, w1, w2, _: jnp.tanh(x @ w1) @ w2),
-    "unrolled": _transformer(),
-    "scanned": _transformer(scanned=True),
+    "transformer": _transformer,
     "jitted layers": _mlp(jax.jit(_block, static_argnums=3)),
     "dropout": _mlp(_dropout),
     "integers": _mlp(_integers),
@@ -166,6 +125,4 @@ MODELS = {
     "while": _mlp(_loop),
     "recurrence": _mlp(_recurrence, 2),
     "images": _images,
-    "haiku": _haiku,
-    "equinox": _equinox,
 }
