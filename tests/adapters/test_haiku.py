@@ -1,4 +1,4 @@
-"""`jmpx.haiku.policies`: a policy map over Haiku modules."""
+"""`jmpx.haiku.policies`: what Haiku alone has, and arrays that are made inside of a model."""
 
 import functools
 import warnings
@@ -8,347 +8,409 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leniently
+from helpers import BF16, F16, F32, LOG, assert_same_bits, enable_x64, leniently, normal, zoo
+from helpers.jaxprs import FULL, LOW, dots, equations
 
 import jmpx
 import jmpx.haiku
 
-BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
-SEEN = {}
+SIZE = 4
+KEY = jax.random.key(0)
+X = normal(np.random.default_rng(0), 2, SIZE)
 
 
-def numbers(shape, dtype):
-    """Random parameters by NumPy: Haiku's would be compiled under each policy map anew."""
-    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), dtype)
-
-
-class Dense(hk.Module):
-    """Records in which dtypes it runs; strict promotion refuses any mix of them."""
-
-    def __init__(self, size, name=None):
-        super().__init__(name=name)
-        self.size = size
+class Outer(hk.Module):
+    def __init__(self, run):
+        super().__init__(name="outer")
+        self.run = run
 
     def __call__(self, x):
-        w = hk.get_parameter("w", (x.shape[-1], self.size), jnp.float32, numbers)
-        SEEN[self.module_name] = (x.dtype, w.dtype, w)
-        return x @ w
+        return self.run(x)
 
 
-class Net(hk.Module):
-    def __init__(self, name=None):
-        super().__init__(name=name)
-        self.early = Dense(5, "early")
-
-    def __call__(self, x):
-        x = self.early(x)
-        x = jax.nn.relu(Dense(6, "body")(x))
-        SEEN["between"] = x.dtype
-        return self.head(x)
-
-    def head(self, x):
-        return Dense(2, "logits")(x)
+def network(run, outer=True):
+    return hk.transform_with_state(lambda x: (Outer(run) if outer else run)(x))
 
 
-NET = hk.transform(lambda x: Net()(x))
-
-
-@pytest.fixture
-def x(rng):
-    return rng.normal(size=(4, 3)).astype(np.float32)
-
-
-def run(policy_map, x, network=NET):
-    """Returns the parameters, the result, and what each module saw while applied."""
-    with jmpx.haiku.policies(policy_map):
-        params = network.init(jax.random.key(0), x)
-        SEEN.clear()
-        y = network.apply(params, None, x)
-    return params, y
-
-
-def test_the_default_applies_to_the_outermost_call_as_a_whole(x):
-    params, y = run("c=bf16,o=f16", x)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {F32}
-    assert y.dtype == F16 and SEEN["between"] == BF16
-    for name in ("net/~/early", "net/body", "net/~head/logits"):
-        assert SEEN[name][:2] == (BF16, BF16)
-    half = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
-    h = jax.nn.relu(half(x) @ half(params["net/~/early"]["w"]) @ half(params["net/body"]["w"]))
-    expected = (h @ half(params["net/~head/logits"]["w"])).astype(F16)
-    np.testing.assert_array_equal(y, expected)
-
-
-def test_parameters_are_created_in_the_param_dtype(x):
-    params, _ = run("p=bf16,c=f32", x)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {BF16}
-    assert SEEN["net/body"][:2] == (F32, F32)
-
-
-ISLANDS = ["*/body: full", "net/body: c=f32", "*body*: full", "Dense: c=bf16; */body: full"]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("rule", ISLANDS)
-def test_one_instance_among_many_is_an_island_of_master_weights(rule, x):
-    params, y = run(f"c=bf16,o=f32; {rule}", x)
-    assert SEEN["net/~/early"][:2] == (BF16, BF16)
-    assert SEEN["net/body"][:2] == (F32, F32)
-    assert SEEN["between"] == BF16 and y.dtype == F32
-    np.testing.assert_array_equal(SEEN["net/body"][2], params["net/body"]["w"])
-
-
-def test_a_class_rule_is_about_all_instances_and_the_last_one_wins(x):
-    run("c=bf16; Dense: c=f16", x)
-    assert {SEEN[name][0] for name in SEEN if name != "between"} == {F16}
-    run("c=bf16; */body: c=f16; Dense: full", x)
-    assert SEEN["net/body"][0] == F32
-    run("c=bf16; Module: full; */body: c=f16", x)
-    assert (SEEN["net/body"][0], SEEN["net/~/early"][0]) == (F16, F32)
-
-
-def test_an_island_may_say_its_output(x):
-    _, y = run("c=bf16,o=f16; */logits: c=f32,o=f32", x)
-    assert y.dtype == F16  # the root has the last word
-    with jmpx.haiku.policies("c=bf16; Dense: o=f32; Net: c=f32,o=bf16"):
-        assert NET.apply(NET.init(jax.random.key(0), x), None, x).dtype == BF16
-
-
-def test_what_is_inside_an_island_belongs_to_it(x):
-    network = hk.transform(lambda x: Outer()(x))
-
-    class Outer(hk.Module):
-        def __call__(self, x):
-            y = Net()(x)
-            SEEN["outer"] = y.dtype
-            return y
-
-    _, y = run("c=bf16,o=f32; Net: c=f16", x, network)
-    assert {SEEN[name][0] for name in SEEN if "net" in name} == {F16}
-    assert SEEN["outer"] == BF16 and y.dtype == F32
-    run("c=bf16,o=f32; Net: c=f16; */body: c=f32", x, network)
-    assert SEEN["outer/net/body"][0] == F32 and SEEN["between"] == F16
-
-
-# policies of classes
+# Haiku's registry, and its methods
 
 
 @pytest.mark.parametrize("set_policy", [jmpx.set_policy, hk.mixed_precision.set_policy])
-def test_class_policies_hold_where_no_rule_matches(set_policy, x):
-    set_policy(Dense, jmpx.get_policy("p=f32,c=f16,o=bf16"))
-    params, _ = run("c=bf16,o=f32; */body: full", x)
-    assert SEEN["net/~/early"][:2] == (F16, F16)
-    assert SEEN["net/body"][:2] == (F32, F32)
-    np.testing.assert_array_equal(SEEN["net/body"][2], params["net/body"]["w"])
-    for registry in (jmpx.policy_of, hk.mixed_precision.get_policy):
-        assert registry(Dense) == jmpx.get_policy("p=f32,c=f16,o=bf16")
-    jmpx.clear_policy(Dense)
+def test_an_island_in_a_class_with_a_policy_reads_the_stored_weights(set_policy):
+    net = zoo.build("haiku", zoo.nested, X, rng=np.random.default_rng(1))
+    policy = jmpx.get_policy("p=f32,c=bf16,o=f16")
+    set_policy(zoo.HaikuInner, policy)
+    run = net.under("full; */outer: full")
+    assert dots(run, net.model, X) == [FULL, LOW, FULL, FULL]
+    result = run(net.model, X)
+    for policy_of in (jmpx.policy_of, hk.mixed_precision.get_policy):
+        assert policy_of(zoo.HaikuInner) == policy
+    jmpx.clear_policy(zoo.HaikuInner)
+
+    def layer(name, x):
+        params = net.model[f"haiku_net/{name}"]
+        return x @ params["w"].astype(x.dtype) + params["b"].astype(x.dtype)
+
+    x = jnp.tanh(layer("block/inner", layer("first", X).astype(BF16)))
+    x = layer("block/outer", x.astype(F32)).astype(BF16).astype(F16)
+    assert_same_bits(result, layer("head", x.astype(F32)))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("set_policy", [jmpx.set_policy, hk.mixed_precision.set_policy])
-def test_an_island_in_a_class_with_a_policy_reads_the_master_weights(set_policy, x):
-    set_policy(Net, jmpx.get_policy("p=f32,c=bf16,o=f16"))
-    params, y = run("full; */body: full", x)
-    assert SEEN["net/~/early"][:2] == (BF16, BF16) and y.dtype == F16
-    assert SEEN["net/body"][:2] == (F32, F32) and SEEN["between"] == BF16
-    np.testing.assert_array_equal(SEEN["net/body"][2], params["net/body"]["w"])
-    jmpx.clear_policy(Net)
+def test_a_base_class_is_selected_and_the_last_rule_wins():
+    net = zoo.build("haiku", zoo.mlp, X)
+    run = net.under("c=bf16; Module: full; */first: c=f16")
+    assert dots(run, net.model, X) == ["float16xfloat16", FULL]
 
 
-def test_a_map_agrees_with_the_same_policies_by_class(x):
-    params, by_map = run("c=bf16,o=f32; Dense: p=f32,c=f16,o=bf16", x)
-    with jmpx.push_policy(Net, "c=bf16,o=f32"):
-        with hk.mixed_precision.push_policy(Dense, jmpx.get_policy("p=f32,c=f16,o=bf16")):  # pyright: ignore[reportArgumentType]
-            by_class = NET.apply(params, None, x)
-    np.testing.assert_array_equal(by_map, by_class)
+def test_a_map_agrees_with_the_same_policies_by_class():
+    net = zoo.build("haiku", zoo.mlp, X, rng=np.random.default_rng(1))
+    inner = jmpx.get_policy("p=f32,c=f16,o=bf16")
+
+    def by_class(params, x):
+        with jmpx.push_policy(zoo.HaikuNet, "c=bf16,o=f32"):
+            with hk.mixed_precision.push_policy(hk.Linear, inner):  # pyright: ignore[reportArgumentType]
+                return net.apply(params, x)
+
+    by_map = net.under("c=bf16,o=f32; Linear: p=f32,c=f16,o=bf16")
+    assert_same_bits(jax.jit(by_map)(net.model, X), jax.jit(by_class)(net.model, X))
 
 
-def test_inside_of_the_context_both_registries_answer_through_jmpx(x):
-    answers = []
-
+def test_inside_of_the_context_both_registries_answer_through_jmpx(log):
     class Asks(hk.Module):
         def __call__(self, x):
-            answers.append((jmpx.policy_of(Asks), jmpx.current_policy()))
+            LOG.append((jmpx.policy_of(Asks), jmpx.current_policy()))
             return x
 
     policy = jmpx.get_policy("c=f16")
     with jmpx.push_policy(Asks, policy), jmpx.haiku.policies("c=bf16"):
-        hk.transform(lambda x: Asks()(x)).apply({}, None, x)
+        hk.transform(lambda x: Asks()(x)).apply({}, None, X)
         assert jmpx.policy_of(Asks) == policy
         assert jmpx.current_policy() is None
-    assert answers == [(policy, policy)]
+    assert log == [(policy, policy)]
     assert jmpx.policy_of(Asks) is None
 
 
-def test_the_context_ends_cleanly_after_an_error(x):
-    def fail(x):
-        raise RuntimeError("in the middle")
-
-    class Fails(hk.Module):
-        def __call__(self, x):
-            return Dense(2)(fail(x))
-
-    with jmpx.push_policy(Dense, "f16"):
-        with pytest.raises(RuntimeError, match="in the middle"):
-            with jmpx.haiku.policies("c=bf16; NoSuchClass: full"):  # and no warning
-                hk.transform(lambda x: Fails()(x)).init(jax.random.key(0), x)
-        assert jmpx.policy_of(Dense) == jmpx.get_policy("f16")
-        assert jmpx.current_policy() is None
-    run("c=bf16", x)
-    assert SEEN["net/body"][0] == BF16
-
-
-def test_the_innermost_context_holds(x):
-    with jmpx.haiku.policies("c=f16"):
-        run("c=bf16", x)
-        assert SEEN["net/body"][0] == BF16
-        NET.apply(NET.init(jax.random.key(0), x), None, x)
-        assert SEEN["net/body"][0] == F16
-
-
-# transformations, state, gradients
-
-
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_jit(where, x):
-    params, expected = run("c=bf16,o=f32; */body: full", x)
-
-    def inside(params, x):
-        with jmpx.haiku.policies("c=bf16,o=f32; */body: full"):
-            return NET.apply(params, None, x)
-
-    if where == "inside":
-        y = jax.jit(inside)(params, x)
-    else:
-        with jmpx.haiku.policies("c=bf16,o=f32; */body: full"):
-            y = jax.jit(NET.apply)(params, None, x)
-    assert y.dtype == F32
-    np.testing.assert_allclose(y, expected, rtol=2e-2, atol=2e-2)
-
-
-def test_a_jitted_function_is_traced_anew_under_another_map(x):
-    params, _ = run("c=bf16", x)
-    apply = jax.jit(NET.apply)
-    for dtype in (BF16, F16, BF16):
-        with jmpx.haiku.policies(f"c={dtype.name}"):
-            assert apply(params, None, x).dtype == dtype
-    assert apply(params, None, x).dtype == F32
-
-
-def test_gradients_come_in_the_masters_dtype(x):
-    params, _ = run("c=bf16,o=f32; */body: full", x)
-
-    def loss(params, x):
-        with jmpx.haiku.policies("c=bf16,o=f32; */body: full"):
-            return (NET.apply(params, None, x) ** 2).mean()
-
-    grads = jax.grad(loss)(params, x)
-    expected = jax.grad(lambda p: (NET.apply(p, None, x) ** 2).mean())(params)
-    for module, leaves in grads.items():
-        assert leaves["w"].dtype == F32
-        scale = np.abs(expected[module]["w"]).max()
-        np.testing.assert_allclose(leaves["w"], expected[module]["w"], atol=3e-2 * scale)
-
-
-def test_public_methods_are_boundaries_and_private_ones_are_not(x):
+@pytest.mark.parametrize("method", ["encode", "__call__"])
+def test_public_methods_are_boundaries_and_private_ones_are_not(method, log):
     class Methods(hk.Module):
         def encode(self, x):
-            SEEN["encode"] = x.dtype
-            return self._inner(x)
+            return self._note(x)
 
-        def _inner(self, x):
-            SEEN["inner"] = x.dtype
+        def _note(self, x):
+            LOG.append(x.dtype)
             return x * 2
 
         def __call__(self, x):
-            y = self.encode(x)
-            SEEN["after"] = y.dtype  # a call within the module: no cast in its middle
-            return y
+            return self._note(self.encode(x))  # a call within the module: no cast in its middle
 
-    for method in ("encode", "__call__"):
-        network = hk.transform(lambda x, method=method: getattr(Methods(), method)(x))
-        with jmpx.haiku.policies("c=bf16,o=f16"):
-            assert network.apply({}, None, x).dtype == F16
-        assert SEEN["encode"] == SEEN["inner"] == BF16
-    assert SEEN["after"] == BF16
+    network = hk.transform(lambda x: getattr(Methods(), method)(x))
+    with jmpx.haiku.policies("c=bf16,o=f16"):
+        assert jax.eval_shape(network.apply, {}, None, X).dtype == F16
+    assert set(log) == {BF16}
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("rule", ["", "; BatchNorm: full", "; batch_norm/*: full"])
-@pytest.mark.parametrize("decay", [0.9, 0.999])
-def test_moving_averages_are_kept_and_taken_in_float32(decay, rule, rng):
-    def net(x, is_training):
-        class Block(hk.Module):
-            def __call__(self, x):
-                x = hk.BatchNorm(True, True, decay)(x, is_training)
-                SEEN["normed"] = x.dtype
-                return x
-
-        return Block()(x)
-
-    rule = rule.replace("batch_norm", "block/batch_norm")
-    network = hk.transform_with_state(net)
-    init, apply = leniently(network.init), leniently(network.apply)
-    x = rng.normal(3, 2, size=(64, 3)).astype(np.float32)
-    with jmpx.haiku.policies(f"c=bf16,o=f32{rule}"):
-        params, state = init(jax.random.key(0), x, True)
-        for _ in range(3):
-            y, state = apply(params, state, None, x, True)
-        assert SEEN["normed"] == BF16 and y.dtype == F32
-        inference, _ = apply(params, state, None, x, False)
-        assert SEEN["normed"] == BF16 and inference.dtype == F32
-    floats = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.int32]
-    assert floats and {leaf.dtype for leaf in floats} == {F32}
-    (name,) = [name for name in state if "mean_ema" in name]
-    np.testing.assert_allclose(state[name]["average"][0], x.mean(0), rtol=2e-2)
-    np.testing.assert_allclose(inference, y, atol=0.1)
+def test_a_cached_call_meets_nothing_and_warns_of_nothing():
+    net, policy_map = zoo.build("haiku", zoo.mlp, X), "c=bf16; */head: full"
+    apply = jax.jit(net.apply)
+    for _ in range(3):
+        with warnings.catch_warnings(), jmpx.haiku.policies(policy_map):
+            warnings.simplefilter("error")
+            assert apply(net.model, X).dtype == BF16
 
 
-def test_loops_keep_their_carry_and_remat_runs(x):
-    def net(x):
-        block = Dense(3, "block")
+# Arrays that are made inside: calls that read parameters cast them
 
-        def body(carry, _):
-            return carry + block(carry), None
 
-        return hk.scan(body, x, None, length=3)[0]
+def made(*shape):
+    """An array that is made inside, in float32, as noise is."""
+    return jnp.asarray(np.sin(np.arange(1, np.prod(shape) + 1)).reshape(shape), F32)
 
-    class Loop(hk.Module):
+
+@leniently  # an LSTM joins its input and its state, which may be of two dtypes
+def multiplied(run, x, policy_map, outer=True):
+    """The operands of a network under a map; it has the parameters and states of any other."""
+    net = network(run, outer)
+    plain, state = jax.eval_shape(net.init, KEY, x)
+
+    def apply(params, state):
+        return net.apply(params, state, KEY, x)
+
+    with jmpx.haiku.policies(policy_map):
+        assert jax.eval_shape(net.init, KEY, x) == (plain, state)
+        jaxpr, (_, new_state) = jax.make_jaxpr(apply, return_shape=True)(plain, state)
+    assert new_state == state
+    names = ("dot_general", "conv_general_dilated")
+    products = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name in names]
+    return {var.aval.dtype for eqn in products for var in eqn.invars}
+
+
+@leniently
+def assert_close(run, x, policy_map):
+    """Compares what a network returns under a map with what it returns in float32."""
+    net = network(run)
+    params, state = jax.jit(net.init)(KEY, x)
+
+    def both(params):
+        plain, _ = net.apply(params, state, KEY, x)
+        with jmpx.haiku.policies(policy_map):
+            return net.apply(params, state, KEY, x)[0], plain
+
+    results = map(jax.tree.leaves, jax.jit(both)(params))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(np.asarray(a, F32), b, atol=0.05 * (1 + np.abs(b).max()))
+
+
+def with_layer(form):
+    """A network that applies its layer to an array made inside, as `form` says."""
+
+    def run(x):
+        layer = hk.Linear(SIZE)
+        if hk.running_init():  # JAX's own loops cannot create parameters
+            layer(x)
+        return form(layer, x, made(2, SIZE))
+
+    return run
+
+
+def at_apply(loop):
+    return lambda layer, x, made: made if hk.running_init() else loop(layer, x, made)
+
+
+FORMS = {
+    "plain": lambda layer, x, made: layer(made),
+    "numpy": lambda layer, x, made: layer(np.ones((2, SIZE), F32)),
+    "one_hot": lambda layer, x, made: layer(jax.nn.one_hot(jnp.array([1, 2]), SIZE)),
+    "after a norm": lambda layer, x, made: layer(hk.LayerNorm(-1, True, True)(made)),
+    "remat": lambda layer, x, made: hk.remat(layer)(made),
+    "vmap": lambda layer, x, made: hk.vmap(layer, split_rng=False)(made),
+    "map": lambda layer, x, made: hk.map(layer, made),
+    "scan": lambda layer, x, made: hk.scan(
+        lambda carry, _: (layer(carry), layer(carry)), made, None, length=2
+    ),
+    "reversed": lambda layer, x, made: hk.scan(
+        lambda carry, x: (layer(carry), carry), made, made, reverse=True
+    ),
+    "fori_loop": lambda layer, x, made: hk.fori_loop(0, 2, lambda i, carry: layer(carry), made),
+    "while_loop": at_apply(
+        lambda layer, x, made: hk.while_loop(
+            lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, layer(carry[1])), (0, made)
+        )
+    ),
+    "cond": at_apply(lambda layer, x, made: hk.cond(x[0, 0] < 9, layer, lambda made: made, made)),
+    "switch": at_apply(lambda layer, x, made: hk.switch(0, [layer, lambda made: made], made)),
+    "JAX's scan": at_apply(
+        lambda layer, x, made: jax.lax.scan(
+            lambda carry, _: (layer(carry), None), made, None, length=2
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(form, (BF16, F16)[n % 2]) for n, form in enumerate(FORMS)]
+)
+def test_what_is_made_inside_is_multiplied_in_16_bits(form, dtype):
+    run, policy_map = with_layer(FORMS[form]), f"c={dtype.name},o=f32"
+    assert multiplied(run, X, policy_map) == {dtype}
+    if form in ("scan", "cond"):
+        assert_close(run, X, policy_map)
+
+
+MODULES = {
+    "attention": lambda x: hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(
+        made(2, SIZE), x, x
+    ),
+    "convolutions": lambda x: hk.Conv2DTranspose(2, 3)(hk.Conv2D(2, 3)(made(1, 4, 4, 2))),
+    "depthwise": lambda x: hk.DepthwiseConv2D(1, 3)(made(1, 4, 4, 2)),
+    "mlp": lambda x: hk.nets.MLP([5, 3])(made(2, SIZE)),
+    "batch norm": lambda x: hk.Linear(3)(hk.BatchNorm(True, True, 0.9)(made(2, SIZE), True)),
+    "average": lambda x: hk.Linear(3)(hk.ExponentialMovingAverage(0.9)(made(2, SIZE))),
+    "group norm": lambda x: hk.Linear(3)(hk.GroupNorm(2)(made(2, SIZE))),
+    "embedding": lambda x: hk.Linear(3)(hk.Embed(9, SIZE)(jnp.arange(2)).astype(F32)),
+    "quantizer": lambda x: hk.nets.VectorQuantizer(SIZE, 8, 0.25)(made(2, SIZE), True)["loss"],
+    "layer_stack": lambda x: hk.layer_stack(2)(hk.Linear(SIZE))(made(2, SIZE)),
+    "per layer": lambda x: hk.layer_stack(2, with_per_layer_inputs=True)(
+        lambda x, y: (hk.Linear(SIZE)(x), hk.Linear(SIZE)(y))
+    )(made(2, SIZE), made(2, SIZE)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_haiku(name):
+    assert multiplied(MODULES[name], X, "c=bf16,o=f32") == {BF16}
+
+
+LIFTS = [functools.partial(hk.lift, name="lifted"), hk.transparent_lift]
+
+
+@pytest.mark.parametrize("lift", LIFTS)
+def test_lifted_parameters_are_stored_ones(lift, log):
+    def run(x):
+        inner = hk.transform(lambda x: hk.Linear(SIZE)(x))
+        params = lift(inner.init)(hk.next_rng_key() if hk.running_init() else None, x)
+        LOG.append({leaf.dtype for leaf in jax.tree.leaves(params)})
+        return inner.apply(params, None, made(2, SIZE))
+
+    assert multiplied(run, X, "c=bf16,o=f32") == {BF16}
+    net = network(run, outer=False)
+    with jmpx.haiku.policies("bf16; Linear: full"):
+        params, _ = jax.eval_shape(net.init, KEY, X)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {BF16}
+    log.clear()
+    assert multiplied(run, X, "c=bf16; Linear: full", outer=False) == {F32}
+    assert log == 3 * [{F32}]
+
+
+def test_a_rule_goes_before_and_a_parent_without_parameters_is_not_cast(log):
+    class Noted(hk.Linear):
         def __call__(self, x):
-            return hk.remat(net)(x)
+            LOG.append((self.name, x.dtype))
+            return super().__call__(x)
 
-    _, y = run("c=bf16,o=f32; */block: full", x, hk.transform(lambda x: Loop()(x)))
-    assert SEEN["loop/block"][0] == F32 and y.dtype == F32
+    class Parent(hk.Module):
+        def __call__(self, x):
+            LOG.append((self.name, x.dtype))
+            return Noted(SIZE, name="ruled")(x), Noted(SIZE, name="other")(x)
 
-
-# rules that match nothing
-
-
-def test_a_rule_that_matched_nothing_is_warned_of_with_the_nearest_name(x):
-    with pytest.warns(UserWarning) as caught:
-        run("c=bf16; Dence: full; */boddy: full; */body: full", x)
-    texts = [str(w.message) for w in caught]
-    assert len(texts) == 2 and {w.filename for w in caught} == {__file__}
-    assert "'Dence: compute=float32'" in texts[0] and "did you mean 'Dense'?" in texts[0]
-    assert "did you mean 'net/body'?" in texts[1]
+    net = network(lambda x: Parent(name="parent")(made(2, SIZE)))
+    params, state = jax.eval_shape(net.init, KEY, X)
+    log.clear()
+    with jmpx.haiku.policies("c=bf16; */ruled: full"):
+        jax.eval_shape(net.apply, params, state, None, X)
+    assert log == [("parent", F32), ("ruled", F32), ("other", BF16)]
 
 
-def test_a_cached_call_meets_nothing_and_warns_of_nothing(x):
-    policy_map = jmpx.get_policy_map("c=bf16; */body: full")
-    params, _ = run(policy_map, x)
-    apply = jax.jit(NET.apply)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with jmpx.haiku.policies(policy_map):
-                apply(params, None, x)
+# Recurrent cores
 
 
-def test_bad_maps_are_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
-        with jmpx.haiku.policies("c=bf61"):
-            raise RuntimeError
-    with pytest.raises(TypeError, match="Expected a policy map string"):
-        with jmpx.haiku.policies(None):  # pyright: ignore[reportArgumentType]
-            raise RuntimeError
+class Resetting(hk.RNNCore):
+    def __init__(self, core):
+        super().__init__()
+        self.core = hk.ResetCore(core)
+
+    def initial_state(self, batch_size):
+        return self.core.initial_state(batch_size)
+
+    def __call__(self, x, state):
+        return self.core((x, jnp.zeros(x.shape[0], bool)), state)
+
+
+CORES = {
+    "LSTM": lambda: hk.LSTM(3),
+    "GRU": lambda: hk.GRU(3),
+    "VanillaRNN": lambda: hk.VanillaRNN(3),
+    "Conv1DLSTM": lambda: hk.Conv1DLSTM((3,), 2, 3),
+    "Conv2DLSTM": lambda: hk.Conv2DLSTM((3, 3), 2, 3),
+    "Conv3DLSTM": lambda: hk.Conv3DLSTM((3, 3, 3), 2, 3),
+    "IdentityCore": lambda: hk.IdentityCore(),
+    "ResetCore": lambda: Resetting(hk.LSTM(3)),
+    "DeepRNN": lambda: hk.DeepRNN([hk.LSTM(3), jax.nn.relu, hk.GRU(3), hk.Linear(2)]),
+    "skip": lambda: hk.deep_rnn_with_skip_connections([hk.LSTM(3), hk.VanillaRNN(3)]),
+}
+
+
+def reversed_unroll(core, x, state):
+    return hk.dynamic_unroll(core, x, state, reverse=True)
+
+
+def all_states(core, x, state):
+    return hk.dynamic_unroll(core, x, state, return_all_states=True)
+
+
+def scanned(core, x, state):
+    step = hk.remat(lambda state, x: core(x, state)[::-1])
+    return hk.scan(step, state, x)
+
+
+UNROLLS = [hk.dynamic_unroll, hk.static_unroll, reversed_unroll, all_states, scanned]
+RULES = ["c=bf16; Linear?: full", "c=bf16; RNNCore: full", "c=f16,o=f32; GRU?: f32"]
+
+
+def unrolled(core, unroll):
+    def run(x):
+        made = CORES[core]()
+        return unroll(made, x, made.initial_state(x.shape[1]))
+
+    return run
+
+
+def sequence(core):
+    images = {"Conv1DLSTM": (3, 1), "Conv2DLSTM": (3, 3, 1), "Conv3DLSTM": (3, 3, 3, 1)}
+    return normal(np.random.default_rng(0), 3, 2, *images.get(core, (SIZE,)))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("unroll", range(5))
+@pytest.mark.parametrize("core", CORES)
+def test_recurrent_cores_multiply_in_16_bits_but_by_a_rule(core, unroll):
+    policy_map = ["c=bf16,o=f32", "c=f16,o=f32", *RULES][(list(CORES).index(core) + unroll) % 5]
+    run = unrolled(core, UNROLLS[unroll])
+    found = multiplied(run, sequence(core), policy_map, outer=core != "GRU")
+    if policy_map not in RULES:
+        dtype = BF16 if "bf16" in policy_map else F16
+        assert found == (set() if core == "IdentityCore" else {dtype})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("core", CORES)
+def test_recurrent_cores_compute_what_they_do_in_float32(core):
+    assert_close(unrolled(core, hk.dynamic_unroll), sequence(core), "c=bf16,o=f32")
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("core", ["LSTM", "GRU", "VanillaRNN"])
+@pytest.mark.parametrize(
+    ("dtype", "rule"), [(F32, ""), (BF16, "; LSTM?: full"), (F32, "; GRU?: c=f32,o=f16")]
+)
+def test_a_core_returns_its_state_as_it_came(dtype, rule, core, by_name):
+    def run(x):
+        step = CORES[core]()
+        state = jax.tree.map(lambda h: h.astype(dtype), step.initial_state(2))
+        names = "inputs", "state" if core == "GRU" else "prev_state"
+        args = dict(zip(names, (x, state), strict=True))
+        _, new = step(**args) if by_name else step(x, state)
+        LOG.append({leaf.dtype for leaf in jax.tree.leaves(new)})
+        return new
+
+    with jmpx.haiku.policies(f"c=bf16{rule}"):
+        for outer in (True, False):
+            jax.eval_shape(leniently(network(run, outer).init), KEY, X)
+    assert [{dtype}] * 2 == LOG
+
+
+def test_a_core_in_float32_loses_no_digit_of_its_state(rng):
+    """The state of an island does not go through the dtype of what surrounds it."""
+    x = normal(rng, 4, 2, SIZE)
+    net = network(lambda x: hk.dynamic_unroll(hk.GRU(3), x, made(2, 3))[1])
+    params, _ = jax.jit(net.init)(KEY, x)
+    expected, _ = jax.jit(net.apply)(params, {}, None, x.astype(BF16).astype(F32))
+    with jmpx.haiku.policies("c=bf16,o=f32; GRU: full"):
+        result, _ = jax.jit(net.apply)(params, {}, None, x)
+    assert_same_bits(result, expected)
+
+
+def test_a_rule_mends_a_carry_that_cannot_be_kept():
+    net = hk.transform(lambda x: hk.layer_stack(2)(hk.Linear(SIZE))(x))
+    with pytest.raises(TypeError, match="carry"), jmpx.haiku.policies("c=bf16"):
+        jax.eval_shape(net.init, KEY, X)
+    with jmpx.haiku.policies("c=bf16; Linear: compute=bfloat16,output=float32"):
+        jax.eval_shape(net.init, KEY, X)
+
+
+def test_islands_in_float64():
+    net = zoo.build("haiku", zoo.mlp, X, rng=np.random.default_rng(0))
+    with enable_x64():
+        policy_map = "params=f32,c=f32; */head: f64"
+        run = net.under(policy_map)
+        assert dots(run, net.model, X) == [FULL, "float64xfloat64"]
+        with jmpx.haiku.policies(policy_map):
+            created = jax.eval_shape(lambda: zoo.build("haiku", zoo.mlp, X).model)
+        assert {leaf.dtype for leaf in jax.tree.leaves(created)} == {F32}
+        first, head = (
+            jmpx.cast_tree(net.model[f"haiku_net/{n}"], "f64") for n in ("first", "head")
+        )
+        inner = jnp.tanh(X @ first["w"].astype(F32) + first["b"].astype(F32))
+        expected = inner.astype("float64") @ head["w"] + head["b"]
+        result = run(net.model, X)
+        assert result.dtype == F32
+        np.testing.assert_allclose(result, expected.astype(F32), rtol=1e-6)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, leniently
+from helpers import BF16, F16, F32, LOG, enable_x64, leniently
 
 import jmpx
 import jmpx.haiku
 
 MAPS = ["c=bf16", "c=f16,o=f32; */inner: full", "bf16", "f16"]
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 class Counts(hk.Module):
@@ -78,27 +79,18 @@ def within(module, transform):
     class Wrapper(hk.Module):
         def __call__(self, x):
             inner = module()
-            if hk.running_init():
-                return inner(x)
-            return transform(inner, x)
+            return inner(x) if hk.running_init() else transform(inner, x)
 
     return lambda x: Wrapper()(x)
 
 
-def conditional(inner, x):
-    return hk.cond(True, inner, lambda x: inner(x + 1), x)
-
-
-def looped(inner, x):
-    return hk.fori_loop(0, 2, lambda i, x: inner(x), x)
+def batch_norm():
+    return functools.partial(hk.BatchNorm(True, True, 0.9), is_training=True)
 
 
 MODULES = {
-    "batch_norm": lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True),
-    "batch_norm_in_a_module": within(
-        lambda: functools.partial(hk.BatchNorm(True, True, 0.9), is_training=True),
-        lambda inner, x: inner(x),
-    ),
+    "batch_norm": lambda x: batch_norm()(x),
+    "batch_norm_in_a_module": within(batch_norm, lambda inner, x: inner(x)),
     "moving_average": lambda x: hk.ExponentialMovingAverage(0.999)(x.sum(0)),
     "moving_average_warmup": lambda x: hk.ExponentialMovingAverage(0.9, False, 3)(x.sum(0)),
     "spectral_norm": lambda x: hk.SpectralNorm()(x),
@@ -111,8 +103,8 @@ MODULES = {
     "at_the_top": at_the_top,
     "scan": scanned,
     "remat": within(Counts, lambda inner, x: hk.remat(inner)(x)),
-    "cond": within(Counts, conditional),
-    "fori_loop": within(Counts, looped),
+    "cond": within(Counts, lambda f, x: hk.cond(True, f, lambda x: f(x + 1), x)),
+    "fori_loop": within(Counts, lambda f, x: hk.fori_loop(0, 2, lambda i, x: f(x), x)),
     "switch": within(Counts, lambda inner, x: hk.switch(0, [inner, inner], x)),
 }
 
@@ -121,48 +113,43 @@ def dtypes(state):
     return {path: leaf.dtype.name for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-@pytest.fixture
-def x(rng):
-    return rng.normal(size=(4, 3)).astype(np.float32)
+def shapes_of(network):
+    """Lenient `init` and `apply` that compute shapes and dtypes alone."""
+    return (functools.partial(jax.eval_shape, leniently(f)) for f in network)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("policy_map", MAPS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "policy_map"), [(name, MAPS[n % 4]) for n, name in enumerate(MODULES)]
+)
 @pytest.mark.filterwarnings("ignore:The rule")  # most modules hold no `inner`
-def test_state_is_of_the_dtypes_that_it_has_without_policies(name, policy_map, x):
+def test_state_is_of_the_dtypes_that_it_has_without_policies(name, policy_map):
     network = hk.transform_with_state(MODULES[name])
-    init, apply = leniently(network.init), leniently(network.apply)
-    key = jax.random.key(0)
-    shapes, plain = jax.eval_shape(init, key, x)
+    init, _ = shapes_of(network)
+    shapes, plain = init(jax.random.key(0), X)
     expected = dtypes(plain)
     assert expected
 
+    @functools.partial(jax.grad, argnums=2, has_aux=True)
     def step(params, state, x):
-        y, state = apply(params, state, None, x)
+        y, state = leniently(network.apply)(params, state, None, x)
         return y.astype(jnp.float32).sum(), state
 
     with jmpx.haiku.policies(policy_map):
-        created, state = jax.eval_shape(init, key, x)
+        created, state = init(jax.random.key(0), X)
         assert dtypes(state) == expected
-        for start in (plain, state):
-            _, after = jax.eval_shape(step, created, start, x)
-            differentiated = jax.grad(step, argnums=2, has_aux=True)
-            _, after_grad = jax.eval_shape(differentiated, created, start, x)
-            assert dtypes(after) == dtypes(after_grad) == expected
+        assert dtypes(jax.eval_shape(step, created, state, X)[1]) == expected
     assert jax.tree.structure(shapes) == jax.tree.structure(created)
 
 
-@pytest.mark.parametrize("policy_map", ["c=bf16", "f16"])
-def test_the_codebook_learns_as_in_float32(policy_map, rng):
+def test_the_codebook_learns_as_in_float32(rng):
     network = hk.transform_with_state(quantize)
-    init, apply = jax.jit(leniently(network.init)), jax.jit(leniently(network.apply))
+    apply = jax.jit(leniently(network.apply))
     data = rng.normal(size=(64, 3)).astype(np.float32)
-    _, plain = init(jax.random.key(0), data)
+    _, plain = jax.jit(leniently(network.init))(jax.random.key(0), data)
     mixed = plain
     for _ in range(20):
         _, plain = apply({}, plain, None, data)
-        with jmpx.haiku.policies(policy_map):
+        with jmpx.haiku.policies("c=bf16"):
             _, mixed = apply({}, mixed, None, data)
     assert dtypes(mixed) == dtypes(plain)
     codebook, expected = (s["vector_quantizer_ema"]["embeddings"] for s in (mixed, plain))
@@ -175,7 +162,7 @@ def test_the_codebook_learns_as_in_float32(policy_map, rng):
 def test_a_moving_average_moves_by_steps_that_16_bits_cannot_hold():
     network = hk.transform_with_state(lambda x: hk.ExponentialMovingAverage(0.9999, False)(x))
     with jmpx.haiku.policies("c=bf16"):
-        _, state = network.init(None, jnp.zeros(1))
+        _, state = jax.jit(network.init)(None, jnp.zeros(1))
         apply = jax.jit(network.apply)
         for _ in range(50):
             _, state = apply({}, state, None, jnp.ones(1))
@@ -183,46 +170,70 @@ def test_a_moving_average_moves_by_steps_that_16_bits_cannot_hold():
     np.testing.assert_allclose(average, 1 - 0.9999**50, rtol=1e-3)
 
 
-def test_a_rule_or_a_class_policy_about_a_module_with_statistics_goes_before():
-    seen = []
+@pytest.mark.parametrize("rule", ["", "; BatchNorm: full", "; block/batch_norm/*: full"])
+def test_moving_averages_are_kept_and_taken_in_float32(rule, rng, log):
+    class Block(hk.Module):
+        def __call__(self, x, is_training):
+            x = hk.BatchNorm(True, True, 0.999)(x, is_training)
+            LOG.append(x.dtype)
+            return x
 
+    network = hk.transform_with_state(lambda x, is_training: Block()(x, is_training))
+    init, apply = network.init, leniently(network.apply)
+    x = rng.normal(3, 2, size=(64, 3)).astype(np.float32)
+
+    @jax.jit
+    def run(x):
+        with jmpx.haiku.policies(f"c=bf16,o=f32{rule}"):
+            params, state = leniently(init)(jax.random.key(0), x, True)
+            for _ in range(2):
+                y, state = apply(params, state, None, x, True)
+            return state, y, apply(params, state, None, x, False)[0]
+
+    state, y, inference = run(x)
+    assert set(log) == {BF16} and y.dtype == inference.dtype == F32
+    floats = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.int32]
+    assert floats and {leaf.dtype for leaf in floats} == {F32}
+    (name,) = [name for name in state if "mean_ema" in name]
+    np.testing.assert_allclose(state[name]["average"][0], x.mean(0), rtol=2e-2)
+    np.testing.assert_allclose(inference, y, atol=0.1)
+
+
+def test_a_rule_or_a_class_policy_about_a_module_with_statistics_goes_before(log):
     class Average(hk.ExponentialMovingAverage):
         def __call__(self, x, update_stats=True):
-            seen.append((x.dtype, jmpx.current_policy().compute_dtype))  # pyright: ignore[reportOptionalMemberAccess]
+            LOG.append((x.dtype, jmpx.current_policy().compute_dtype))  # pyright: ignore[reportOptionalMemberAccess]
             return super().__call__(x, update_stats)
 
-    network = hk.transform_with_state(lambda x: Average(0.9)(x))
+    init, apply = shapes_of(hk.transform_with_state(lambda x: Average(0.9)(x)))
 
     def run(policy_map):
         with jmpx.haiku.policies(policy_map):
-            _, state = jax.eval_shape(leniently(network.init), None, jnp.ones(2))
-            y, after = jax.eval_shape(leniently(network.apply), {}, state, None, jnp.ones(2))
+            _, state = init(None, jnp.ones(2))
+            y, after = apply({}, state, None, jnp.ones(2))
         assert dtypes(after) == dtypes(state)
         return y.dtype
 
-    assert run("c=bf16") == jnp.bfloat16 and seen[-1] == (np.float32, jnp.float32)
-    assert run("c=bf16; Average: c=f16,o=bf16") == jnp.bfloat16
-    assert seen[-1] == (np.float16, jnp.float16)
+    assert run("c=bf16") == BF16 and log[-1] == (F32, F32)
+    assert run("c=bf16; Average: c=f16,o=bf16") == BF16 and log[-1] == (F16, F16)
     with jmpx.push_policy(Average, "p=f32,c=f16,o=f32"):
-        assert run("c=bf16") == np.float32 and seen[-1] == (np.float16, jnp.float16)
+        assert run("c=bf16") == F32 and log[-1] == (F16, F16)
 
 
 def test_state_in_16_bits_is_computed_in_and_stays():
-    network = hk.transform_with_state(lambda x: hk.ExponentialMovingAverage(0.9)(x))
-    _, state = jax.eval_shape(leniently(network.init), None, jnp.ones(2, jnp.bfloat16))
+    init, apply = shapes_of(hk.transform_with_state(lambda x: hk.ExponentialMovingAverage(0.9)(x)))
+    _, state = init(None, jnp.ones(2, jnp.bfloat16))
     with jmpx.haiku.policies("c=f16,o=f32"):
-        y, after = jax.eval_shape(leniently(network.apply), {}, state, None, jnp.ones(2))
-    assert y.dtype == np.float32 and dtypes(after) == dtypes(state)
+        y, after = apply({}, state, None, jnp.ones(2))
+    assert y.dtype == F32 and dtypes(after) == dtypes(state)
 
 
-def test_what_the_users_own_getters_and_setters_do_is_left_to_them(x):
+def test_what_the_users_own_getters_and_setters_do_is_left_to_them(log):
     def half(getter, value, context):
         return value.astype(jnp.bfloat16) if value.dtype == jnp.float32 else value
 
-    order = []
-
     def doubled(setter, value, context):
-        order.append(context.full_name)
+        LOG.append(context.full_name)
         return setter(value * 2)
 
     def net(x):
@@ -230,10 +241,10 @@ def test_what_the_users_own_getters_and_setters_do_is_left_to_them(x):
             return Method()(x)
 
     network = hk.transform_with_state(net)
-    _, plain = network.init(None, x)
+    _, plain = network.init(None, X)
     with jmpx.haiku.policies("c=bf16"):
-        _, state = network.apply({}, plain, None, x)
-    assert dtypes(state) == dtypes(plain) and len(order) == 4
+        _, state = network.apply({}, plain, None, X)
+    assert dtypes(state) == dtypes(plain) and len(log) == 4
     np.testing.assert_allclose(state["method"]["kept"], plain["method"]["kept"], rtol=0.1, atol=0.1)
 
 
@@ -248,22 +259,21 @@ def test_a_state_may_change_its_structure_and_numbers_are_left_alone():
     with jmpx.haiku.policies("c=bf16"):
         _, state = network.init(None, jnp.ones(2))
         assert state["changes"]["number"] == 0.5
-        assert {leaf.dtype for leaf in state["changes"]["tree"]} == {np.dtype("float32")}
+        assert {leaf.dtype for leaf in state["changes"]["tree"]} == {F32}
         _, state = network.apply({}, state, None, jnp.ones(2))
         assert len(state["changes"]["tree"]) == 1
 
 
 def test_float64_state_of_a_float64_map_is_float64():
-    network = hk.transform_with_state(lambda x: Method()(x))
+    init, _ = shapes_of(hk.transform_with_state(MODULES["methods"]))
     with enable_x64(), jmpx.haiku.policies("p=f64,c=bf16"):
-        _, state = network.init(None, jnp.ones(2))
-        assert set(dtypes(state).values()) == {"float64"}
+        assert set(dtypes(init(None, jnp.ones(2))[1]).values()) == {"float64"}
 
 
-def test_nothing_is_kept_outside_of_the_context(x):
-    network = hk.transform_with_state(lambda x: Method()(x))
-    _, state = network.init(None, x)
+def test_nothing_is_kept_outside_of_the_context():
+    init, apply = shapes_of(hk.transform_with_state(MODULES["methods"]))
+    _, state = init(None, X)
     with jmpx.haiku.policies("c=bf16"):
-        network.apply({}, state, None, x)
-    _, after = network.apply({}, state, None, jnp.asarray(x, jnp.bfloat16))
+        apply({}, state, None, X)
+    _, after = apply({}, state, None, jnp.asarray(X, jnp.bfloat16))
     assert set(dtypes(after).values()) == {"bfloat16"}
