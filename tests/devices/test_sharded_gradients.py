@@ -1,19 +1,27 @@
 """Which parameters the gradient functions take for shards, and which for replicas."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from helpers.maps import AXIS, DEVICES, MAPS, everywhere, over_devices
-from helpers.shards import gradients, in_float64
+from helpers.maps import AXIS, DEVICES, MAPS, everywhere, in_float64, over_devices
 from jax.sharding import PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 WHOLE, SPLIT = (P(), P(AXIS)), (P(AXIS), P(AXIS))
+
+
+def gradients(loss, how, params, batch, sharded=None, specs=None):
+    over, scaling = jmpx.Over(AXIS, sharded=sharded), jmpx.StaticLossScale(8)
+    run = jmpx.filter_value_and_grad(loss, scaling, policy="full", over=over)
+    return over_devices(run, how, params, batch, specs=specs)
 
 
 def gather(w):
@@ -39,12 +47,46 @@ def gather_forward(w):
 gather_forward.defjvp(lambda w, t: (gather(*w), gather(*t)))
 
 
+@jax.custom_vjp
+def quantized(w):
+    return gather(jnp.round(w * 16).astype(jnp.int8)).astype(jnp.float32) / 16
+
+
+quantized.defvjp(
+    lambda w: (quantized(w), None), lambda _, g: (jax.lax.psum_scatter(g, AXIS, tiled=True),)
+)
+
+
 def ring(w):
     """Gathers by passing the parts around, so that each device has its own first."""
     parts = [w]
     for _ in range(DEVICES - 1):
         parts.append(jax.lax.ppermute(parts[-1], AXIS, [(i, (i + 1) % 4) for i in range(4)]))
     return jnp.concatenate(parts)
+
+
+def through_ref(w):
+    ref = jax.new_ref(jnp.zeros((8, 3)) * w[:1, :1])
+    ref[...] = gather(w)
+    return ref[...]
+
+
+def in_scan(w):
+    rows = jax.lax.scan(lambda c, row: (c, gather(row)), 0.0, w.reshape(6, 1))[1]
+    return rows.reshape(8, 3)
+
+
+def carried_until_later(w):
+    step = lambda c, _: ((c[1], w), gather(c[0]))  # noqa: E731
+    return jax.lax.scan(step, (w * 0, w * 0), None, length=3)[1][2]
+
+
+def in_cond(w):
+    return jax.lax.cond(jax.lax.axis_index(AXIS) >= 0, gather, lambda w: 2 * gather(w), w)
+
+
+def exchanged(w):
+    return jax.lax.all_to_all(jnp.tile(w, (1, 4)), AXIS, split_axis=1, concat_axis=0, tiled=True)
 
 
 # Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
@@ -61,72 +103,42 @@ READS = {
     "masked": lambda w: gather(jnp.where(jnp.arange(3) > 0, w, 0)),
     "joined": lambda w: gather(jnp.concatenate([w, 2 * w], 1))[:, :3],
     "a part": lambda w: gather(jax.lax.dynamic_slice_in_dim(w, 0, 2)),
-    "in jit": jax.jit(gather),
     "in nested jit": jax.jit(lambda w: jax.jit(gather)(w.astype(jnp.bfloat16)).astype(w.dtype)),
     "in checkpoint": jax.checkpoint(gather),
-    "in cond": lambda w: jax.lax.cond(
-        jax.lax.axis_index(AXIS) >= 0, gather, lambda w: 2 * gather(w), w
-    ),
-    "in scan": lambda w: jax.lax.scan(lambda c, row: (c, gather(row)), 0.0, w.reshape(6, 1))[
-        1
-    ].reshape(8, 3),
+    "in cond": in_cond,
+    "in scan": in_scan,
     "carried": lambda w: jax.lax.scan(lambda c, _: (c, gather(c)), w, None, length=2)[1][1],
-    "carried, later": lambda w: jax.lax.scan(
-        lambda c, _: ((c[1], w), gather(c[0])), (w * 0, w * 0), None, length=3
-    )[1][2],
+    "carried, later": carried_until_later,
     "in vmap": lambda w: jax.vmap(gather, in_axes=1, out_axes=1)(w),
     "own backward": gather_with_float32_sum,
     "own tangent": gather_forward,
     "ring": ring,
-    "all_to_all": lambda w: jax.lax.all_to_all(
-        jnp.tile(w, (1, 4)), AXIS, split_axis=1, concat_axis=0, tiled=True
-    ),
-    "in 8 bits": lambda w: quantized(w),
+    "all_to_all": exchanged,
+    "in 8 bits": quantized,
 }
 if jax.__version_info__ >= (0, 10):  # JAX 0.7 cannot differentiate one under shard_map
-    READS["in a mutable array"] = lambda w: through_ref(w)
+    READS["in a mutable array"] = through_ref
 if hasattr(jax.lax, "all_gather_invariant"):  # on JAX 0.7
     READS["invariant"] = lambda w: jax.lax.all_gather_invariant(w, AXIS, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def through_ref(w):
-    ref = jax.new_ref(jnp.zeros((8, 3)) * w[:1, :1])
-    ref[...] = gather(w)
-    return ref[...]
-
-
-@jax.custom_vjp
-def quantized(w):
-    return gather(jnp.round(w * 16).astype(jnp.int8)).astype(jnp.float32) / 16
-
-
-quantized.defvjp(
-    lambda w: (quantized(w), None), lambda _, g: (jax.lax.psum_scatter(g, AXIS, tiled=True),)
-)
-
-
-def make_problem(rng):
-    return {"full": {"w": normal(rng, 8, 3)}}, normal(rng, 12, 8)
 
 
 def square(w, x):
     return jnp.mean((x @ w) ** 2)
 
 
-def of_each(reads):
-    """A loss of one weight for each way to read one, and the weights."""
-    return lambda params, x: sum(
-        (square(read(params[name]), x) for name, read in reads.items()), jnp.zeros(())
-    )
+def of_each(losses):
+    """A loss of one weight for each of the losses."""
+    return lambda params, x: sum((losses[name](w, x) for name, w in params.items()), jnp.zeros(()))
 
 
 @pytest.mark.thorough
+@pytest.mark.versions
 @pytest.mark.parametrize("mask", [None, True])
 def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)
-    run = gradients(of_each(READS), sharded=mask)
-    grads = over_devices(run, "shard_map", weights, batch)[-1]
-    by_hand = lambda w, x: jax.grad(of_each(READS))(w, x)  # noqa: E731
+    loss = of_each({name: lambda w, x, r=read: square(r(w), x) for name, read in READS.items()})
+    grads = gradients(loss, "shard_map", weights, batch, mask).grads
+    by_hand = lambda w, x: jax.grad(loss)(w, x)  # noqa: E731
     sums = over_devices(by_hand, "shard_map without vma", weights, batch)
     if "invariant" in READS:  # whose backward pass sums nothing where JAX does not track
         one_device = jax.jit(jax.grad(square))(weights["invariant"], batch)
@@ -138,38 +150,26 @@ def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
 @pytest.mark.skipif("invariant" not in READS, reason="of JAX 0.7")
 @pytest.mark.parametrize("mask", [None, True, False])
 def test_an_invariant_gather_is_refused_where_nothing_is_tracked(mask, rng):
-    params, batch = make_problem(rng)
-    loss_fn = lambda params, x: square(READS["invariant"](params["full"]["w"]), x)  # noqa: E731
-    with pytest.raises(
-        TypeError, match=r"\['w'\].*all_gather_invariant .* gather by jax.lax.all_gather"
-    ):
-        run = gradients(loss_fn, sharded=mask)
-        over_devices(run, "shard_map without vma", params, batch)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_mixed_precision": False}, {"policy": "c=f16"}])
-@pytest.mark.parametrize("how", MAPS[1:])
-def test_where_nothing_is_tracked_a_gathered_parameter_has_to_be_told(how, options, rng):
-    params, batch = make_problem(rng)
-    params["rest"] = jnp.ones(4)  # pyright: ignore[reportArgumentType]
-
-    def loss_fn(params, x):
-        return (x @ gather(params["full"]["w"])).sum() + params["rest"].sum()
-
-    message = r"whether the first argument's \['full'\]\['w'\] is a shard, .* over the axis 'data'"
-    with pytest.raises(TypeError, match=message) as error:
-        over_devices(gradients(loss_fn, **options), how, params, batch)
-    assert (
-        "parameters are shards by sharded= of jmpx.Over, or use" in str(error.value).split("\n")[0]
-    )
+    loss = lambda w, x: square(READS["invariant"](w["w"]), x)  # noqa: E731
+    match = r"\['w'\].*all_gather_invariant .* gather by jax.lax.all_gather"
+    with pytest.raises(TypeError, match=match):
+        gradients(loss, MAPS[1], {"w": normal(rng, 8, 3)}, normal(rng, 12, 8), mask)
 
 
 @pytest.mark.parametrize("read", [read for read in READS if read not in ("invariant", "joined")])
 def test_every_gather_is_seen_where_nothing_is_tracked(read, rng):
-    params, batch = make_problem(rng)
-    loss_fn = lambda params, x: square(READS[read](params["full"]["w"]), x)  # noqa: E731
-    with pytest.raises(TypeError, match="Cannot tell whether .* is a shard, which the function"):
-        over_devices(gradients(loss_fn), "vmap", params, batch)
+    loss = lambda w, x: square(READS[read](w["full"]["w"]), x)  # noqa: E731
+    params = {"full": {"w": normal(rng, 8, 3)}, "rest": jnp.ones(4)}
+    match = r"whether the first argument's \['full'\]\['w'\] is a shard, which the function"
+    with pytest.raises(TypeError, match=match):
+        gradients(loss, "vmap", params, normal(rng, 12, 8))
+
+
+def test_a_gather_is_seen_without_mixed_precision(rng):
+    loss = lambda w, x: square(gather(w), x)  # noqa: E731
+    run = mpx.filter_grad(loss, jmpx.NoOpLossScale(), False, False, over=jmpx.Over(AXIS))
+    with pytest.raises(TypeError, match="Cannot tell whether .* is a shard"):
+        over_devices(run, "pmap", normal(rng, 8, 3), normal(rng, 12, 8))
 
 
 # Neither gathered nor a device's own: the loss depends on the parameters of other devices
@@ -182,17 +182,19 @@ def experts(w, x):
     return jnp.mean(jax.lax.psum_scatter(parts, AXIS) ** 2)
 
 
+def place():
+    return jax.lax.axis_index(AXIS) * 2
+
+
 def pieces_of_a_product(w, x):
     """Tensor parallelism: the same batch on all devices, the features split."""
-    x = gather(x)
-    mine = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * 2, 2, axis=1)
+    mine = jax.lax.dynamic_slice_in_dim(gather(x), place(), 2, axis=1)
     return jnp.mean(jax.lax.psum(mine @ w, AXIS) ** 2)
 
 
 def placed(w, x):
     """A gather by a sum of arrays that are zero where other devices have their shards."""
-    start = jax.lax.axis_index(AXIS) * 2
-    full = jax.lax.dynamic_update_slice_in_dim(jnp.zeros((8, 3)), w, start, axis=0)
+    full = jax.lax.dynamic_update_slice_in_dim(jnp.zeros((8, 3)), w, place(), axis=0)
     return square(jax.lax.psum(full, AXIS), x)
 
 
@@ -206,114 +208,166 @@ def stages(w, x):
     return jnp.where(jax.lax.axis_index(AXIS) == 0, 4 * jnp.mean(h**2), 0.0)
 
 
+def last_of_stages(w, x):
+    h = x[:, :3]
+    for part in w.reshape(4, 2, 3):
+        h = jnp.tanh(h * part.sum(0))
+    return jnp.mean(h**2)
+
+
 def solved(w, x):
     """A linear system whose matrix is split over the devices."""
     product = lambda v: 9 * v + jax.lax.psum(w.T @ (w @ v), AXIS)  # noqa: E731
-    return jax.scipy.sparse.linalg.cg(product, jax.lax.pmean(x.sum((0, 1)), AXIS) * jnp.ones(3))[
-        0
-    ].sum()
+    right = jax.lax.pmean(x.sum((0, 1)), AXIS) * jnp.ones(3)
+    return jax.scipy.sparse.linalg.cg(product, right)[0].sum()
 
 
-SHARDS = {
-    "experts": (experts, square),
-    "pieces": (pieces_of_a_product, square),
-    "placed": (placed, square),
-    "stages": (stages, None),
-}
-REPLICAS = {
-    "a mean of losses": lambda w, x: jax.lax.pmean(square(w, x), AXIS),
-    "a sum of losses": lambda w, x: jax.lax.psum(square(w, x), AXIS) / DEVICES,
-    "gathered losses": lambda w, x: jax.lax.all_gather(square(w, x), AXIS).mean(),
-    "contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ gather(x @ w).T).mean(),
-    "a norm over the batch": lambda w, x: square(
-        w / jnp.sqrt(jax.lax.pmean(square(w, x), AXIS)), x
+def contrasts(w, x, everything=gather):
+    """Compares each example with the examples of all devices."""
+    return -jax.nn.log_softmax((x @ w) @ everything(x @ w).T).mean()
+
+
+def contrasts_of_all(w, x):
+    return contrasts(w, x, lambda x: x)
+
+
+def normalized(w, x, mean=lambda x: x):
+    """By a norm over the batch."""
+    return square(w / jnp.sqrt(mean(square(w, x))), x)
+
+
+def in_layers(w, x):
+    return square(jax.lax.scan(lambda c, _: (c, gather(w)), 0, length=2)[1][1], x)
+
+
+def picked(w, x):
+    return square(gather(jax.lax.dynamic_slice_in_dim(w, place(), 2)), x)
+
+
+class Use(NamedTuple):
+    """A loss on each device, what its weight is, and the same loss on one device."""
+
+    loss: object
+    is_split: bool  # or each device has a copy
+    right: tuple  # what a mask may say of the weight
+    wrong: bool | None = (
+        None  # what is seen to be wrong; what JAX does not track may be an own part
+    )
+    whole: object = square
+
+
+USES = {
+    "gathered": Use(lambda w, x: square(gather(w), x), True, (True, "own"), False),
+    "jmpx": Use(lambda w, x: square(READS["jmpx.distributed.gather"](w), x), True, (True,), False),
+    "in layers": Use(in_layers, True, ("own",), False),
+    "experts": Use(experts, True, ("own",), True),
+    "pieces": Use(pieces_of_a_product, True, ("own",), True),
+    "placed": Use(placed, True, ("own",)),
+    "stages": Use(stages, True, ("own",), None, last_of_stages),
+    "replica": Use(square, False, (False,), True),
+    "contrasts": Use(contrasts, False, (False,), True, contrasts_of_all),
+    "picked": Use(picked, False, (False,)),
+    "picked by rows": Use(
+        lambda w, x: square(gather(w[place() + jnp.arange(2)]), x), False, (False,)
+    ),
+    "a mean of losses": Use(lambda w, x: jax.lax.pmean(square(w, x), AXIS), False, (False,)),
+    "a sum of losses": Use(
+        lambda w, x: jax.lax.psum(square(w, x), AXIS) / DEVICES, False, (False,)
+    ),
+    "gathered losses": Use(
+        lambda w, x: jax.lax.all_gather(square(w, x), AXIS).mean(), False, (False,)
+    ),
+    "a norm over the batch": Use(
+        lambda w, x: normalized(w, x, lambda loss: jax.lax.pmean(loss, AXIS)),
+        *(False, (False,), None, normalized),
     ),
 }
-NEITHER = {**{name: loss for name, (loss, _) in SHARDS.items()}, **REPLICAS, "solved": solved}
+REPLICAS = ("a mean of losses", "a sum of losses", "gathered losses", "a norm over the batch")
+NEITHER = ("experts", "pieces", "placed", "stages", "contrasts", *REPLICAS, "solved")
 
 
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_may_be_both_is_refused_without_a_mask(name, rng):
-    params, batch = make_problem(rng)
-    if name in REPLICAS:  # each device has a whole one of its own
-        params["full"]["w"] = normal(rng, 32, 3)
-    loss_fn = lambda params, x: NEITHER[name](params["full"]["w"], x)  # noqa: E731
-    message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
-    with pytest.raises(TypeError, match=message) as error:
-        over_devices(gradients(loss_fn), "shard_map", params, batch)
-    remedy = 'which parameters are shards, and "own" for a part that no device gathers.'
-    assert remedy in str(error.value).split("\n")[0]
+    loss = solved if name == "solved" else USES[name].loss
+    # Each device has a whole weight of its own where the loss reads a whole one.
+    is_split = name == "solved" or USES[name].is_split
+    params = {"full": {"w": normal(rng, 8 if is_split else 32, 3)}}
+    match = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
+    with pytest.raises(TypeError, match=match):
+        gradients(
+            lambda p, x: loss(p["full"]["w"], x),
+            "shard_map",
+            params,
+            normal(rng, 12, 8),
+            specs=SPLIT,
+        )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", MAPS)
-def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how, rng):
-    batch = normal(rng, 12, 8)
-    shards = {name: normal(rng, 8, 3) / 3 for name in SHARDS}
-    replicas = {name: normal(rng, 8, 3) / 3 for name in REPLICAS}
+# A mask is believed where it may be right, and refused where it is seen to be wrong.
 
-    def loss_fn(params, x):
-        losses = [SHARDS[name][0](w, x) for name, w in params["shards"].items()]
-        losses += [REPLICAS[name](w, x) for name, w in params["replicas"].items()]
-        return sum(losses, jnp.zeros(()))
 
-    def run(params, x):
-        if how == "shard_map":
-            params["replicas"] = jax.tree.map(everywhere, params["replicas"])
-        mask = {"shards": "own", "replicas": False}
-        return gradients(loss_fn, sharded=mask)(params, x)
+@pytest.mark.parametrize(
+    "how",
+    ["shard_map", "vmap", *(pytest.param(m, marks=pytest.mark.thorough) for m in MAPS[1::2])],
+)
+def test_masks_that_are_right(how, rng):
+    """All uses in one program: each weight has the gradient of the mean loss."""
+    uses = {f"{name} {says}": (use, says) for name, use in USES.items() for says in use.right}
+    params, batch = {name: normal(rng, 8, 3) / 3 for name in uses}, normal(rng, 12, 8)
+    loss = of_each({name: use.loss for name, (use, _) in uses.items()})
+    # Copies that JAX knows to vary, and those that it knows to be equal.
+    varying = [name for name in uses if name.removesuffix(" False") in REPLICAS]
+    copied = {**params, **{name: jnp.tile(params[name], (DEVICES, 1)) for name in varying}}
+    mask = {name: says for name, (_, says) in uses.items()}
+    specs = {n: P(AXIS) if use.is_split or n in varying else P() for n, (use, _) in uses.items()}
+    value, _, _, grads = gradients(loss, how, copied, batch, mask, (specs, P(AXIS)))
+    of_all = lambda p, x: sum(use.whole(p[name], x) for name, (use, _) in uses.items())  # noqa: E731
+    total, expected = in_float64(of_all, params, batch)
+    np.testing.assert_allclose(value, [total] * DEVICES, rtol=1e-5)
+    for name, (use, _) in uses.items():
+        one = expected[name]
+        one = one.reshape(4, 2, 3) if use.is_split else [one] * DEVICES
+        np.testing.assert_allclose(grads[name], one, 1e-4, 1e-6, err_msg=name)
 
-    specs = ({"shards": P(AXIS), "replicas": P()}, P(AXIS))
-    params = {"shards": shards, "replicas": replicas}
-    grads = over_devices(run, how, params, batch, specs=specs)[-1]
 
-    def last_of_stages(w, x):
-        h = x[:, :3]
-        for part in w.reshape(4, 2, 3):
-            h = jnp.tanh(h * part.sum(0))
-        return jnp.mean(h**2)
+WRONG = [name for name, use in USES.items() if use.wrong is not None]
 
-    def contrasts(w, x):
-        return -jax.nn.log_softmax((x @ w) @ (x @ w).T).mean()
 
-    whole = {"stages": last_of_stages, "contrasts": contrasts}
-    whole["a norm over the batch"] = lambda w, x: square(w / jnp.sqrt(square(w, x)), x)
-    for kind, weights in params.items():
-        for name, w in weights.items():
-            expected = jax.grad(whole.get(name, square))(w, batch)
-            expected = expected.reshape(4, 2, 3) if kind == "shards" else [expected] * 4
-            np.testing.assert_allclose(grads[kind][name], expected, 1e-4, 1e-6, err_msg=name)
+@pytest.mark.parametrize(("use", "how"), [(use, MAPS[i % 4]) for i, use in enumerate(WRONG)])
+def test_masks_that_are_seen_to_be_wrong(use, how, rng):
+    w, batch = {"w": normal(rng, 8, 3), "b": normal(rng, 3)}, normal(rng, 12, 8)
+    loss, is_split, _, says, _ = USES[use]
+    of_both = lambda p, x: loss(p["w"], x) + p["b"].sum()  # noqa: E731
+    specs = ({"w": P(AXIS) if is_split else P(), "b": P()}, P(AXIS))
+    match = rf"\['w'\].* as sharded={says} says|as sharded={says} says.*\['w'\]"
+    with pytest.raises(TypeError, match=match) as error:
+        gradients(of_both, how, w, batch, {"w": says, "b": False}, specs)
+    assert f"say sharded={not says} " in str(error.value)
 
 
 # What makes no shard of a replica
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("vma", [True, False])
-@pytest.mark.parametrize("kind", ["cast", "stacked"])
+@pytest.mark.parametrize(("kind", "vma"), [("cast", True), ("stacked", False)])
 def test_varying_replicas_are_averaged(kind, vma, rng):
-    w = normal(rng, 4, 8, 3)
-    batch = normal(rng, 12, 8)
+    w, batch = normal(rng, 4, 8, 3), normal(rng, 12, 8)
 
     def loss_fn(params, x):
         w = params["w"]  # whose copies are compared, beside the loss
         drift = jax.lax.stop_gradient(gather(w)).sum() + jax.lax.psum(w * 0, AXIS).sum()
-        return square(w, x), (drift, gather(w).sum()) if kind == "cast" and vma else 0.0
+        return square(w, x), (drift, gather(w).sum()) if kind == "cast" else 0.0
 
     def run(w, x):
-        w = everywhere(w[0]) if kind == "cast" and vma else w[0]
-        grads = gradients(loss_fn, has_aux=True)({"w": w}, x)[-1]
-        return grads["w"]
+        w = everywhere(w[0]) if kind == "cast" else w[0]
+        scaling, options = jmpx.StaticLossScale(8), {"policy": "full", "over": jmpx.Over(AXIS)}
+        return jmpx.filter_grad(loss_fn, scaling, has_aux=True, **options)({"w": w}, x).grads["w"]
 
-    specs = WHOLE if kind == "cast" else SPLIT
-    how = "shard_map" if vma else "shard_map without vma"
+    how, specs = (MAPS[0], WHOLE) if vma else (MAPS[1], SPLIT)
     grads = over_devices(run, how, w, batch, specs=specs)
-    replicas = w if kind == "stacked" else [w[0]] * 4
-    parts = zip(replicas, batch.reshape(4, 3, 8), strict=True)
-    one_device = jax.jit(jax.grad(square))
-    each = [one_device(replica, x) for replica, x in parts]
+    replicas = w if kind == "stacked" else jnp.stack([w[0]] * 4)
+    each = jax.jit(jax.vmap(jax.grad(square)))(replicas, batch.reshape(4, 3, 8))
     for one in grads:
-        np.testing.assert_allclose(one, np.mean(each, axis=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, each.mean(0), rtol=1e-5, atol=1e-6)
 
 
 FINE = {
@@ -329,152 +383,38 @@ FINE = {
 }
 
 
-@pytest.mark.thorough
-def test_what_gathers_no_parameter_goes_on(rng):
+@pytest.mark.parametrize("how", ["shard_map", pytest.param(MAPS[1], marks=pytest.mark.thorough)])
+def test_what_gathers_no_parameter_goes_on(how, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in FINE}, normal(rng, 12, 8)
-    of_all = lambda params, x: sum((FINE[n](w, x) for n, w in params.items()), jnp.zeros(()))  # noqa: E731
-    for how in MAPS[:2]:
-        grads = over_devices(gradients(of_all), how, weights, batch, specs=WHOLE)[-1]
-        # By hand: where JAX tracks nothing, each device has the gradient of the sum of all losses.
-        by_hand = lambda w, x: jax.grad(of_all)(w, x)  # noqa: E731
-        sums = over_devices(by_hand, "shard_map without vma", weights, batch, specs=WHOLE)
-        for name, grad in grads.items():
-            expected = [sums[name].mean(0)] * DEVICES
-            np.testing.assert_allclose(grad, expected, 1e-5, 1e-6, err_msg=name)
+    loss = of_each(FINE)
+    grads = gradients(loss, how, weights, batch, specs=WHOLE).grads
+    # By hand: where JAX tracks nothing, each device has the gradient of the sum of all losses.
+    by_hand = lambda w, x: jax.grad(loss)(w, x)  # noqa: E731
+    sums = over_devices(by_hand, "shard_map without vma", weights, batch, specs=WHOLE)
+    for name, grad in grads.items():
+        expected = [sums[name].mean(0)] * DEVICES
+        np.testing.assert_allclose(grad, expected, 1e-5, 1e-6, err_msg=name)
 
 
-def contrastive(embed, x, everything):
-    """A loss that compares each example with the examples of all devices."""
-    mine = embed(x)
-    return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("closed_over", [False, True])
-@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize(("how", "closed_over"), [("shard_map", True), ("pmap", False)])
 def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
-    params = {"w": normal(rng, 8, 3), "b": jnp.ones(3)}
-    batch = normal(rng, 12, 8)
+    params, batch = {"w": normal(rng, 8, 3), "b": jnp.ones(3)}, normal(rng, 12, 8)
 
     def loss_fn(params, x, everything=gather):
-        return contrastive(lambda x: jnp.tanh(x @ params["w"] + params["b"]), x, everything)
+        mine = jnp.tanh(x @ params["w"] + params["b"])
+        return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
 
     def run(params, x):
-        if closed_over:
-            return gradients(lambda params: loss_fn(params, x))(params)
-        return gradients(loss_fn)(params, x)
+        args = (params,) if closed_over else (params, x)
+        loss = lambda params, x=x: loss_fn(params, x)  # noqa: E731
+        options = {"policy": "full", "over": jmpx.Over(AXIS)}
+        return jmpx.filter_value_and_grad(loss, jmpx.StaticLossScale(8), **options)(*args)
 
     value, _, _, grads = over_devices(run, how, params, batch, specs=WHOLE)
-    one_device = jax.value_and_grad(lambda p: loss_fn(p, batch, lambda x: x))
-    expected, expected_grads = one_device(params)
+    expected, expected_grads = in_float64(lambda p, x: loss_fn(p, x, lambda x: x), params, batch)
     np.testing.assert_allclose(value, np.full(4, expected), rtol=1e-5)
     for name, grad in grads.items():
-        for one in grad:
-            np.testing.assert_allclose(one, expected_grads[name], rtol=1e-4, atol=1e-6)
-
-
-# Contradictions
-
-
-def test_a_parameter_that_is_equal_on_all_devices_is_no_shard(rng):
-    params, batch = make_problem(rng)
-    for mask, loss_fn, message in [
-        (
-            True,
-            lambda p, x: square(p["full"]["w"], x),
-            "Expected a shard, as sharded=True says, but",
-        ),
-        (None, lambda p, x: square(gather(p["full"]["w"])[:8], x), "Cannot gather"),
-    ]:
-        with pytest.raises(TypeError, match=rf"{message}.*\['w'\].* the same on all devices"):
-            run = gradients(loss_fn, sharded=mask)
-            over_devices(run, "shard_map", params, batch, specs=WHOLE)
-    # A gather that picks a part of a whole parameter first, as the mask says.
-    part = lambda w: gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))  # noqa: E731
-    run = gradients(lambda p, x: square(part(p["full"]["w"]), x), sharded=False)
-    grads = over_devices(run, "shard_map", params, batch, specs=WHOLE)[-1]["full"]["w"]
-    expected = jax.jit(jax.grad(square))(params["full"]["w"], batch)
-    np.testing.assert_allclose(grads, [expected] * 4, rtol=1e-5, atol=1e-6)
-
-
-def test_a_gathered_shard_is_no_replica(rng):
-    params, batch = make_problem(rng)
-    loss_fn = lambda p, x: square(gather(p["full"]["w"]), x)  # noqa: E731
-    with pytest.raises(TypeError, match=r"average the gradient of .*\['w'\].*say sharded=True"):
-        over_devices(gradients(loss_fn, sharded=False), "shard_map", params, batch)
-
-
-# A mask is believed where it may be right, and refused where it is seen to be wrong.
-
-
-def picked(w):
-    return gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))
-
-
-USES = {
-    "gathered": lambda w, x: square(gather(w), x),
-    "jmpx": lambda w, x: square(jmpx.distributed.gather(w, AXIS, "full"), x),
-    "in layers": lambda w, x: square(
-        jax.lax.scan(lambda c, _: (c, gather(w)), 0, length=2)[1][1], x
-    ),
-    "replica": square,
-    "contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ gather(x @ w).T).mean(),
-    "picked": lambda w, x: square(picked(w), x),
-    "picked by rows": lambda w, x: square(
-        gather(w[jax.lax.axis_index(AXIS) * 2 + jnp.arange(2)]), x
-    ),
-    "experts": experts,
-    "pieces": pieces_of_a_product,
-}
-SPLIT_USES = ("gathered", "jmpx", "in layers", "experts", "pieces")
-# What is said of each, and is wrong; what JAX does not track may be an own part.
-WRONG = {
-    "gathered": [False],
-    "jmpx": [False],
-    "in layers": [False],
-    "replica": [True],
-    "contrasts": [True],
-    "picked": [],
-    "picked by rows": [],
-    "experts": [True],
-    "pieces": [True],
-}
-RIGHT = {
-    **dict.fromkeys(("gathered", "jmpx", "in layers"), [True, "own"]),
-    **dict.fromkeys(("replica", "contrasts", "picked", "picked by rows"), [False]),
-    **dict.fromkeys(("experts", "pieces"), ["own"]),
-}
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("how", MAPS)
-@pytest.mark.parametrize(("use", "says"), [(use, says) for use in RIGHT for says in RIGHT[use]])
-def test_masks_that_are_right(use, says, how, rng):
-    w, batch = normal(rng, 8, 3) / 3, normal(rng, 12, 8)
-    run = gradients(lambda w, x: USES[use](w, x), sharded=says)
-    specs = SPLIT if use in SPLIT_USES else WHOLE
-    value, _, _, grads = over_devices(run, how, w, batch, specs=specs)
-    whole = {"contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ (x @ w).T).mean()}
-    one_device = whole.get(use, square)
-    loss, expected = in_float64(one_device, w, batch)
-    np.testing.assert_allclose(value, [loss] * DEVICES, rtol=1e-5)
-    expected = expected.reshape(4, 2, 3) if use in SPLIT_USES else [expected] * DEVICES
-    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("how", MAPS)
-@pytest.mark.parametrize(("use", "says"), [(use, says) for use in WRONG for says in WRONG[use]])
-def test_masks_that_are_seen_to_be_wrong(use, says, how, rng):
-    w, batch = {"w": normal(rng, 8, 3), "b": normal(rng, 3)}, normal(rng, 12, 8)
-    loss_fn = lambda p, x: USES[use](p["w"], x) + p["b"].sum()  # noqa: E731
-    specs = ({"w": SPLIT[0] if use in SPLIT_USES else WHOLE[0], "b": P()}, P(AXIS))
-    with pytest.raises(
-        TypeError, match=f"as sharded={says} says, .* say sharded={not says} "
-    ) as error:
-        run = gradients(loss_fn, sharded={"w": says, "b": False})
-        over_devices(run, how, w, batch, specs=specs)
-    assert "['w']" in str(error.value)
+        np.testing.assert_allclose(grad, [expected_grads[name]] * 4, rtol=1e-4, atol=1e-6)
 
 
 def test_what_nobody_sees_may_be_a_gather(rng):
@@ -486,7 +426,9 @@ def test_what_nobody_sees_may_be_a_gather(rng):
         return jax.pure_callback(lambda w: w, jax.typeof(w), w, vmap_method="sequential")
 
     called_back.defvjp(lambda w: (called_back(w), None), lambda _, g: (g,))
-    run = gradients(lambda w, x: jnp.mean((x @ called_back(w)) ** 2), sharded=True)
-    *_, grads = jax.vmap(run, in_axes=(None, 0), axis_name=AXIS)(w, batch)
-    each = jax.vmap(jax.grad(lambda w, x: jnp.mean((x @ w) ** 2)), in_axes=(None, 0))(w, batch)
+    loss = lambda w, x: square(called_back(w), x)  # noqa: E731
+    over = jmpx.Over(AXIS, sharded=True)
+    run = jmpx.filter_grad(loss, jmpx.StaticLossScale(8), policy="full", over=over)
+    grads = jax.vmap(run, in_axes=(None, 0), axis_name=AXIS)(w, batch).grads
+    each = jax.vmap(jax.grad(square), in_axes=(None, 0))(w, batch)
     np.testing.assert_allclose(grads, each / DEVICES, rtol=1e-5, atol=1e-6)

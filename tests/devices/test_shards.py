@@ -1,88 +1,153 @@
 """Sharded parameters: the gradients of the mean loss, and one decision on all devices."""
 
+import re
+
+import compiled_step
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import enable_x64, normal
-from helpers.maps import AXIS, DEVICES, MAPS, everywhere, over_devices
-from helpers.shards import (
-    MASK,
-    READS,
-    SPECS,
-    flag_reductions,
-    gather,
-    gradients,
-    in_float64,
-    make_weights,
-    network,
-    whole,
-)
+from helpers.maps import AXIS, DEVICES, everywhere, in_float64, mesh_of, over_devices
 from helpers.training import LOSS_SCALES
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
+import jmpx._steps.differentiation  # to leave out the search for shards
+import jmpx.mpx as mpx
+from jmpx._devices.exchanges import Source
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
+
+SCALE = jmpx.StaticLossScale(8)
+BOTH = ("data", "fsdp")
+
+
+def over(sharded=None):
+    return jmpx.Over(AXIS, sharded=sharded)
+
+
+def gather(w, axis_name=AXIS):
+    return jax.lax.all_gather(w, axis_name, tiled=True)
+
+
+@jax.custom_vjp
+def gather_with_float32_sum(w):
+    return gather(w)
+
+
+def _float32_sum(_, g):
+    return (jax.lax.psum_scatter(g.astype(jnp.float32), AXIS, tiled=True).astype(g.dtype),)
+
+
+gather_with_float32_sum.defvjp(lambda w: (gather(w), None), _float32_sum)
+
+# Ways to read a whole parameter of shape (8, 4); of the last two, each device has a copy.
+READS = {
+    "tiled": gather,
+    "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(-1, *w.shape[1:]),
+    "own": gather_with_float32_sum,
+    "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
+    "replica": lambda w: w,
+    "cast": lambda w: w,
+}
+# Which of them are split over the devices.
+SPECS = {name: P() if name in ("replica", "cast") else P(AXIS) for name in READS}
+MASK = {name: bool(spec) for name, spec in SPECS.items()}
+
+
+def make_weights(rng):
+    return {name: normal(rng, 8, 4) / 2 for name in READS}
+
+
+def network(params, x, reads=None):
+    """The mean over examples of what a network with all of these parameters gives."""
+    total = jnp.zeros((len(x), 4), x.dtype)
+    for name, w in params.items():
+        total = total + jnp.tanh(x @ (reads[name](w) if reads else w))
+    return jnp.mean(total.astype(jnp.float32) ** 2)
+
+
+def read_network(params, x):
+    return network(params, x, READS)
+
+
+def whole(name, grad):
+    """The gradient of a whole parameter from those of all devices."""
+    if SPECS[name]:
+        return np.concatenate(grad)
+    assert (grad == grad[:1]).all()
+    return grad[0]
+
+
+def flag_reductions(text):
+    """The number of reductions of one integer or bool over devices, in StableHLO."""
+    found = re.findall(r'"stablehlo.all_reduce"\(.*?\) : \(tensor<(\S+)>\)', text, re.DOTALL)
+    return sum(each in ("i32", "i1") for each in found)
+
+
+def assert_near(grads, expected, bound):
+    """Holds gradients to be near; the bound is relative to the largest number of each."""
+    for name, grad in grads.items():
+        atol = bound * np.abs(expected[name]).max()
+        np.testing.assert_allclose(grad, expected[name], rtol=0, atol=atol, err_msg=name)
+
 
 # The error of a gradient, relative to its largest number: of float32 and its sums, of products in
 # bfloat16, and of sums of four numbers in 16 bits.
 ERRORS = {"full": 1e-5, "c=bf16": 0.05, "c=f32,r=bf16": 0.02, "c=f32,r=f16": 5e-3}
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-    ("how", "policy"),
-    [(how, policy) for how in MAPS for policy in ERRORS if "r=" not in policy or how != "vmap"],
+    ("how", "policy", "scale", "microbatches"),
+    [
+        ("shard_map", "c=f32,r=bf16", "Dynamic", 1),
+        ("shard_map without vma", "c=bf16", "Static", 1),
+        ("vmap", "full", "NoOp", 2),
+        ("pmap", "c=f32,r=f16", "Dynamic", 1),
+        pytest.param("shard_map", "full", "Static", 2, marks=pytest.mark.thorough),
+        pytest.param("pmap", "c=bf16", "Dynamic", 2, marks=pytest.mark.thorough),
+    ],
 )
-def test_values_against_float64(how, policy, rng):
-    """Each of the loss scales, in one program."""
-    params, batch = make_weights(rng), normal(rng, 12, 8)
+def test_values_against_float64(how, policy, scale, microbatches, rng):
+    params, batch = make_weights(rng), normal(rng, 16, 8)
     if policy == "c=bf16":
         del params["jmpx"]  # which casts by itself
     specs, mask = ({name: kind[name] for name in params} for kind in (SPECS, MASK))
-    masks = [None, mask] if how == "shard_map" else [mask]
-    loss_fn = lambda params, x: network(params, x, READS)  # noqa: E731
+    masks = [None, mask] if how == "shard_map" and policy != "full" else [mask]
+    options = {"policy": policy, "batch": jmpx.Batch(microbatches=microbatches)}
 
     def run(params, x):
         if how == "shard_map":
             params["cast"] = everywhere(params["cast"])
-        results = {}
-        for kind, scaling in LOSS_SCALES.items():
-            for mask in masks if kind == "Dynamic" else masks[-1:]:
-                results[f"{kind} {mask is None}"] = gradients(
-                    loss_fn, scaling(), policy=policy, sharded=mask
-                )(params, x)
-        return results
+        scaling = LOSS_SCALES[scale]()
+        make = jmpx.filter_value_and_grad
+        return [
+            make(read_network, scaling, over=over(mask), **options)(params, x) for mask in masks
+        ]
 
     value, expected = in_float64(network, params, batch)
-    for each in over_devices(run, how, params, batch, specs=(specs, P(AXIS))).values():
-        np.testing.assert_allclose(each[0], [value] * DEVICES, rtol=ERRORS[policy])
-        assert each[2].all()
-        for name, grad in each[3].items():
-            bound = ERRORS[policy] * np.abs(expected[name]).max()
-            np.testing.assert_allclose(
-                whole(name, grad), expected[name], rtol=0, atol=bound, err_msg=name
-            )
+    for each in over_devices(run, how, params, batch, specs=(specs, P(AXIS))):
+        np.testing.assert_allclose(each.value, [value] * DEVICES, rtol=ERRORS[policy])
+        assert each.grads_finite.all()
+        grads = {name: whole(name, grad) for name, grad in each.grads.items()}
+        assert_near(grads, expected, ERRORS[policy])
 
 
-@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize("how", ["shard_map", "pmap"])
 def test_both_gathers_give_the_same_bits_in_float32(how, rng):
-    w, batch = normal(rng, 8, 4), normal(rng, 12, 8)
-
-    def run(w, x):
-        losses = [lambda w, x, r=READS[r]: jnp.mean((x @ r(w)) ** 2) for r in ("tiled", "jmpx")]
-        return [gradients(loss, sharded=True)(w, x) for loss in losses]
-
-    theirs, ours = over_devices(run, how, w, batch)
-    for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
-        np.testing.assert_array_equal(a, b)
+    losses = [lambda w, x, r=READS[r]: jnp.mean((x @ r(w)) ** 2) for r in ("tiled", "jmpx")]
+    options = {"policy": "full", "over": over(True)}
+    run = lambda *args: [jmpx.filter_grad(loss, SCALE, **options)(*args).grads for loss in losses]  # noqa: E731
+    theirs, ours = over_devices(run, how, normal(rng, 8, 4), normal(rng, 12, 8))
+    np.testing.assert_array_equal(theirs, ours)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     """The user averages it: each of its gradients is that of the mean loss all the same."""
     common = {
@@ -95,131 +160,94 @@ def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     batch = normal(rng, 12, 8)
 
     def loss_fn(params, x):
-        losses = [mean(network(params[each], x, READS)) for each, mean in common.items()]
+        losses = [mean(read_network(params[each], x)) for each, mean in common.items()]
         return sum(losses, jnp.zeros(()))
 
-    def run(params, x):
-        mask = dict.fromkeys(common, {kind: MASK[kind] for kind in kinds})
-        return gradients(loss_fn, sharded=mask)(params, x)
-
-    specs = dict.fromkeys(common, {kind: SPECS[kind] for kind in kinds})
+    mask, specs = (dict.fromkeys(common, {k: kind[k] for k in kinds}) for kind in (MASK, SPECS))
+    run = jmpx.filter_value_and_grad(loss_fn, SCALE, policy="full", over=over(mask))
     value, _, _, grads = over_devices(run, how, params, batch, specs=(specs, P(AXIS)))
-    total = 0.0
+    of_all = lambda params, x: sum(network(p, x) for p in params.values())  # noqa: E731
+    total, expected = in_float64(of_all, params, batch)
     for each in common:
-        one, expected = in_float64(network, params[each], batch)
-        total += one
-        for name, grad in grads[each].items():
-            np.testing.assert_allclose(
-                whole(name, grad), expected[name], 1e-4, 1e-6, err_msg=f"{each} {name}"
-            )
+        assert_near({k: whole(k, g) for k, g in grads[each].items()}, expected[each], 1e-4)
     np.testing.assert_allclose(value, [total] * DEVICES, rtol=1e-5)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("devices", "how"), list(zip([3, 1, 6, 3], MAPS, strict=True)))
+@pytest.mark.parametrize(("devices", "how"), [(3, "shard_map"), (6, "vmap")])
 def test_numbers_of_devices_that_are_no_power_of_two(devices, how, rng):
-    params = {"tiled": normal(rng, 2 * devices, 4), "replica": normal(rng, 2 * devices, 4)}
+    params = {name: normal(rng, 2 * devices, 4) for name in ("tiled", "replica")}
     batch = normal(rng, 2 * devices, 2 * devices)
-    run = gradients(
-        lambda params, x: network(params, x, READS),
-        policy="c=f32,r=f16",
-        sharded={"tiled": True, "replica": False},
-    )
+    options = {"policy": "c=f32,r=f16", "over": over({"tiled": True, "replica": False})}
+    run = jmpx.filter_value_and_grad(read_network, SCALE, **options)
     specs = ({name: SPECS[name] for name in params}, P(AXIS))
-    grads = over_devices(run, how, params, batch, specs=specs, devices=devices)[-1]
+    grads = over_devices(run, how, params, batch, specs=specs, devices=devices).grads
     _, expected = in_float64(network, params, batch)
     np.testing.assert_allclose(whole("tiled", grads["tiled"]), expected["tiled"], 1e-4, 1e-6)
-    bound = 5e-3 * np.abs(expected["replica"]).max()
-    np.testing.assert_allclose(grads["replica"][0], expected["replica"], 0, bound)
+    assert_near({"replica": grads["replica"][0]}, expected, 5e-3)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mixed", [True, False])
-def test_parameters_of_all_dtypes(mixed, rng):
+@pytest.mark.parametrize(("how", "mixed"), [("shard_map", True), ("pmap", False)])
+def test_parameters_of_all_dtypes(how, mixed, rng):
     """Complex, wide and narrow ones, and integers, which have no gradient."""
     with enable_x64():
         params = {
             "f64": jnp.asarray(rng.normal(size=(8, 4))),
             "c64": jax.lax.complex(normal(rng, 8, 4), normal(rng, 8, 4)),
             "bf16": normal(rng, 8, 4).astype(jnp.bfloat16),
-            "int": jnp.arange(8),
-            "none": None,
         }
-        batch = normal(rng, 12, 8).astype(jnp.float64)
+        others, batch = {"int": jnp.arange(8), "none": None}, normal(rng, 12, 8).astype(jnp.float64)
 
         def loss_fn(params, x, read=gather):
             f64, c64, bf16 = (read(params[name]) for name in ("f64", "c64", "bf16"))
             y = x @ f64.astype(x.dtype) + x @ bf16.astype(x.dtype)
             y = y * read(params["int"]).sum().astype(x.dtype)
-            return jnp.mean(y**2) + jnp.mean(jnp.abs(x.astype(c64.dtype) @ c64) ** 2).astype(
-                y.dtype
-            )
+            squares = jnp.abs(x.astype(c64.dtype) @ c64) ** 2
+            return jnp.mean(y**2) + jnp.mean(squares).astype(y.dtype)
 
-        for how, mask in [("shard_map", None), ("pmap", True)]:
-            run = gradients(loss_fn, policy="c=f64,r=f32", sharded=mask, use_mixed_precision=mixed)
-            grads = over_devices(lambda *args, run=run: run(*args)[3], how, params, batch)
-            expected = jax.grad(lambda p: loss_fn({**params, **p}, batch, lambda w: w))(
-                {name: params[name] for name in ("f64", "c64", "bf16")}
-            )
-            assert grads["int"] is None and grads["none"] is None
-            for name, tolerance in ("f64", 1e-6), ("c64", 1e-5), ("bf16", 0.02):
-                found = np.concatenate(grads[name])
-                assert found.dtype == params[name].dtype
-                bound = tolerance * np.abs(expected[name]).max()
-                np.testing.assert_allclose(
-                    found.astype(np.complex128), expected[name].astype(np.complex128), 0, bound
-                )
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("how", MAPS)
-def test_micro_batches(how, rng):
-    params, batch = make_weights(rng), normal(rng, 16, 8)
-
-    def run(params, x):
-        if how == "shard_map":
-            params["cast"] = everywhere(params["cast"])
-        mask = None if how == "shard_map" else MASK
-        loss_fn = lambda params, x: network(params, x, READS)  # noqa: E731
-        return gradients(loss_fn, sharded=mask, batch=jmpx.Batch(microbatches=2))(params, x)
-
-    grads = over_devices(run, how, params, batch, specs=(SPECS, P(AXIS)))[3]
-    _, expected = in_float64(network, params, batch)
-    for name, grad in grads.items():
-        np.testing.assert_allclose(whole(name, grad), expected[name], 1e-4, 1e-6, err_msg=name)
+        mask = None if how == "shard_map" else True
+        options = {"policy": "c=f64,r=f32", "over": over(mask)}
+        run = mpx.filter_grad(loss_fn, SCALE, False, mixed, **options)
+        grads = over_devices(lambda *args: run(*args).grads, how, {**params, **others}, batch)
+        alone = lambda p: loss_fn({**others, **p}, batch, lambda w: w)  # noqa: E731
+        expected = jax.jit(jax.grad(alone))(params)
+        assert grads["int"] is None and grads["none"] is None
+        for name, tolerance in ("f64", 1e-6), ("c64", 1e-5), ("bf16", 0.02):
+            found = np.concatenate(grads[name])
+            assert found.dtype == params[name].dtype
+            found, wanted = (np.asarray(g).astype(np.complex128) for g in (found, expected[name]))
+            assert_near({name: found}, {name: wanted}, tolerance)
 
 
 # One decision
 
 
 # JAX 0.7 warns of a pmap in a jit.
-@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")
-@pytest.mark.parametrize(("kind", "expected"), [("replica", 0), ("tiled", 1), ("jmpx", 1)])
-@pytest.mark.parametrize("how", [how for how in MAPS if how != "vmap"])
+@pytest.mark.parametrize(
+    ("how", "kind", "expected"),
+    [("shard_map", "replica", 0), ("shard_map without vma", "tiled", 1), ("pmap", "jmpx", 1)],
+)
 def test_the_number_of_reductions_of_the_flag(how, kind, expected, rng):
     weights = {f"{kind} {i}": normal(rng, 8, 4) for i in range(3)}
-    reads = dict.fromkeys(weights, READS[kind])
-    run = gradients(
-        lambda params, x: network(params, x, reads),
-        jmpx.DynamicLossScale(8.0),
-        sharded=MASK[kind],
-    )
+    loss = lambda params, x: network(params, x, dict.fromkeys(weights, READS[kind]))  # noqa: E731
+    options = {"policy": "full", "over": over(MASK[kind])}
+    run = jmpx.filter_value_and_grad(loss, jmpx.DynamicLossScale(8.0), **options)
     lowered = lambda *args: over_devices(run, how, *args, specs=(SPECS[kind], P(AXIS)))  # noqa: E731
     text = jax.jit(lowered).lower(weights, normal(rng, 12, 8)).as_text()
     assert flag_reductions(text) == expected
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("how", "bad"), [*((how, "overflow") for how in MAPS), ("shard_map", "nan"), ("pmap", "nan")]
-)
+@pytest.mark.parametrize(("how", "bad"), [("vmap", "overflow"), ("shard_map", "nan")])
 def test_what_overflows_in_one_shard_is_skipped_everywhere(how, bad, rng):
     """Three steps, whose second plants it in the gradient of the third device alone."""
     params = {"shard": normal(rng, 8, 4).at[5].set(0), "replica": normal(rng, 8, 4) / 4}
     batches = normal(rng, 3, 12, 8).at[:, :, 5].set(0.0)
     batches = batches.at[1, :, 5].set(60000.0 if bad == "overflow" else 1.0)
     optimizer = optax.sgd(0.1, momentum=0.5)
+    options = {"policy": "c=f16", "over": over({"shard": True, "replica": False})}
 
     @jax.custom_vjp
     def planted(row, x):
@@ -237,10 +265,8 @@ def test_what_overflows_in_one_shard_is_skipped_everywhere(how, bad, rng):
     def run(params, batches):
         state, scaling, history = optimizer.init(params), jmpx.DynamicLossScale(64.0, period=2), []
         for i in range(3):
-            before = params
-            _, scaling, finite, grads = gradients(
-                loss_fn, scaling, policy="c=f16", sharded={"shard": True, "replica": False}
-            )(params, batches[:, i])
+            before, grad_fn = params, jmpx.filter_grad(loss_fn, scaling, **options)
+            scaling, finite, grads = grad_fn(params, batches[:, i])
             params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
             same = [jnp.all(a == b) for a, b in zip(before.values(), params.values(), strict=True)]
             own = jnp.stack([jmpx.all_finite(grads["shard"]), jmpx.all_finite(grads["replica"])])
@@ -256,3 +282,261 @@ def test_what_overflows_in_one_shard_is_skipped_everywhere(how, bad, rng):
         expected = np.ones((DEVICES, 2), bool)
         expected[2, 0] = step != 1
         np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_the_flag_is_common_over_an_axis_that_is_not_averaged(vma, rng):
+    """Each device of `model` has a part of a tensor, and one of them overflows."""
+    w, batch = jnp.zeros((4, 3)), normal(rng, 4, 4).at[:, 3].set(60000.0)
+    loss = lambda w, x: jnp.sum(jax.lax.psum(x @ w + 1, "model").astype(jnp.float32)) * 8  # noqa: E731
+    scaling = jmpx.DynamicLossScale(4.0)
+    grad_fn = jmpx.filter_grad(loss, scaling, policy="c=f16", over=jmpx.Over("data"))
+
+    def run(w, x):
+        scaling, finite, grads = grad_fn(w, x)
+        return jax.tree.map(lambda x: x[None], (scaling, finite, jmpx.all_finite(grads)))
+
+    mesh = mesh_of(2, 2, names=("data", "model"))
+    specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": P(("data", "model"))}
+    mapped = jax.shard_map(run, mesh=mesh, **specs, check_vma=vma)
+    scaling, finite, own = jax.jit(mapped)(w, batch)
+    assert own.tolist() == [True, False] * 2
+    assert not finite.any() and (scaling.loss_scale == 2).all()
+
+
+# Meshes of several axes, and axes of other kinds
+
+
+def on_two_axes(grad_fn, names, specs, spec, vma=True):
+    outs = jmpx.types.ValueAndGradients(P(), P(), P(), specs)
+    options = {"in_specs": (specs, spec), "out_specs": outs, "check_vma": vma}
+    sizes = (2, 4) if "fsdp" in names else (2, 2)
+    return jax.jit(jax.shard_map(grad_fn, mesh=mesh_of(*sizes, names=names), **options))
+
+
+def hybrid(params, x, read=lambda w, axis_name: w):
+    """Shards over `fsdp`, one of them over both axes, and a parameter that all devices have."""
+    h = jnp.tanh(x @ read(params["shard"], "fsdp") + read(params["both"], BOTH))
+    return jnp.mean((h * params["replica"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("vma", "masked", "policy"), [(True, False, "c=f32,r=bf16"), (False, True, "full")]
+)
+def test_shards_of_one_axis_are_averaged_over_the_other(vma, masked, policy, rng):
+    params = {"shard": normal(rng, 8, 8), "both": normal(rng, 8), "replica": normal(rng, 8)}
+    batch = normal(rng, 16, 8)
+    specs = {"shard": P("fsdp"), "both": P(BOTH), "replica": P()}
+    mask = {"shard": True, "both": True, "replica": False} if masked else None
+    loss, scaling = lambda params, x: hybrid(params, x, gather), jmpx.DynamicLossScale(16.0)
+    options = {"policy": policy, "over": jmpx.Over(BOTH, sharded=mask)}
+    grad_fn = jmpx.filter_value_and_grad(loss, scaling, **options)
+    step = on_two_axes(grad_fn, BOTH, specs, P(BOTH), vma)
+    value, _, finite, grads = step(params, batch)
+    expected_value, expected = in_float64(hybrid, params, batch)
+    assert finite
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    assert_near(grads, expected, 1e-5 if policy == "full" else 0.02)
+    text = step.lower(params, batch).as_text()
+    assert flag_reductions(text) == 1
+    if policy != "full":  # What is averaged is summed in bfloat16: a shard of 2 x 8 and 8 numbers.
+        sums = re.findall(r'stablehlo.all_reduce"\(.*?\) : \(tensor<(\S+)>\)', text, re.DOTALL)
+        assert sorted(sums) == ["2x8xbf16", "8xbf16", "f32", "i32"]
+
+
+def test_a_sum_in_float16_has_room_for_shards():
+    """The gather's sum over one axis is divided before the sum in float16 over the other."""
+    loss = lambda w, x: (gather(w, "fsdp") * x).sum()  # noqa: E731
+    options = {"policy": "c=f32,r=f16", "over": jmpx.Over(BOTH)}
+    grad_fn = jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), **options)
+    step = on_two_axes(grad_fn, BOTH, P("fsdp"), P(BOTH))
+    _, _, finite, grads = step(jnp.ones(4), jnp.full((8, 1), 49152.0))
+    assert finite and (grads == 49152.0).all()
+
+
+def test_of_several_untracked_axes_a_gather_says_which(rng):
+    params, batch = normal(rng, 8, 4), normal(rng, 2, 4, 3, 8)
+    square = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    loss, options = lambda w, x: square(gather(w, "fsdp"), x), {"over": jmpx.Over(BOTH, True)}
+    grad_fn = jmpx.filter_grad(loss, SCALE, policy="full", **options)
+    inner = jax.vmap(grad_fn, axis_name="fsdp")
+    run = jax.jit(jax.vmap(inner, in_axes=(None, 0), axis_name="data"))
+    expected = jax.jit(jax.grad(square))(params, batch.reshape(24, 8))
+    for one in run(params.reshape(4, 2, 4), batch).grads:
+        np.testing.assert_allclose(one.reshape(8, 4), expected, rtol=1e-5, atol=1e-6)
+
+
+def tensor_parallel(params, x, axis=None):
+    """Columns of one weight and rows of the next on each device, and a bias on all."""
+    h = jnp.tanh(x @ params["columns"] + params["bias"].mean()) @ params["rows"]
+    return jnp.mean((jax.lax.psum(h, axis) if axis else h) ** 2)
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")])
+def test_tensor_parallelism(axis_name, rng):
+    params = {"columns": normal(rng, 8, 4), "rows": normal(rng, 4, 3), "bias": normal(rng, 4)}
+    specs = {"columns": P(None, "model"), "rows": P("model"), "bias": P()}
+    batch = normal(rng, 6, 8)
+    mask = None if axis_name == "data" else {"columns": "own", "rows": "own", "bias": False}
+    loss = lambda params, x: tensor_parallel(params, x, "model")  # noqa: E731
+    options = {"policy": "full", "over": jmpx.Over(axis_name, sharded=mask)}
+    grad_fn = jmpx.filter_value_and_grad(loss, jmpx.DynamicLossScale(16.0), **options)
+    step = on_two_axes(grad_fn, ("data", "model"), specs, P("data"))
+    value, _, finite, grads = step(params, batch)
+    expected_value, expected = in_float64(tensor_parallel, params, batch)
+    assert finite and flag_reductions(step.lower(params, batch).as_text()) == 1
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-6, err_msg=name)
+
+
+@pytest.mark.thorough
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", ["auto", "explicit", "vmap"])
+def test_other_meshes(kind, rng):
+    """An axis that XLA splits, axes of explicit sharding, and a map in a map."""
+    params, batch = make_weights(rng), normal(rng, 16, 8)
+    del params["cast"]
+    specs = {name: SPECS[name] for name in params}
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"), axis_types=(axis_type,) * 2)
+    scaling = jmpx.DynamicLossScale(8.0)
+    grad_fn = jmpx.filter_value_and_grad(read_network, scaling, policy="full", over=over())
+
+    def run(params, x):
+        if kind != "vmap":
+            value, _, finite, grads = grad_fn(params, x)
+            return value, finite, grads
+        halves = jax.vmap(grad_fn, in_axes=(None, 0))(params, x.reshape(2, 2, 8))
+        value, _, finite, grads = jax.tree.map(lambda x: x.mean(0), halves)
+        return value, finite, grads
+
+    names = {AXIS, "model"} if kind == "explicit" else {AXIS}
+    options = {"in_specs": (specs, P(AXIS)), "out_specs": (P(), P(), specs), "axis_names": names}
+    step = jax.jit(jax.shard_map(run, mesh=mesh, **options))
+    if kind == "explicit":
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        params = {name: place(w, specs[name]) for name, w in params.items()}
+        batch = place(batch, P(AXIS))
+    value, finite, grads = step(params, batch)
+    expected_value, expected = in_float64(network, params, batch)
+    assert finite
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-6, err_msg=name)
+
+
+# Masks of nested parameters
+
+
+@pytest.mark.parametrize("kind", ["dict", pytest.param("NNX", marks=pytest.mark.thorough)])
+def test_masks_of_nested_parameters(kind, rng):
+    """Each device has a whole model: what the mask calls its own is divided, not averaged."""
+    model, mask = {"layer": {"w": normal(rng, 3, 2), "b": normal(rng, 2)}}, {"w": "own", "b": False}
+    call, mask = lambda p, x: x @ p["layer"]["w"] + p["layer"]["b"], {"layer": mask}
+    if kind == "NNX":
+        model, call = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, x: model(x)
+        mask = jax.tree.map(lambda leaf: leaf.ndim == 2 and "own", nnx.state(model, nnx.Param))
+    batch = normal(rng, DEVICES, 2, 3)
+    loss_fn = lambda model, x: jnp.mean(call(model, x).astype(jnp.float32) ** 2)  # noqa: E731
+
+    def run(x):
+        grads = [
+            jmpx.filter_grad(loss_fn, SCALE, policy="full", over=over(each))(model, x).grads
+            for each in ("own", mask, False)
+        ]
+        return list(map(jax.tree.leaves, grads))
+
+    shards, mixed, means = jax.jit(jax.vmap(run, axis_name=AXIS))(batch)
+    assert len(means) == len(jax.tree.leaves(mask)) == 2
+    for says, shard, either, mean in zip(jax.tree.leaves(mask), shards, mixed, means, strict=True):
+        np.testing.assert_allclose(shard.sum(0), mean[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(either, shard if says else mean)
+        assert np.abs(shard - mean).max() > 1e-3
+
+
+@pytest.mark.parametrize("mask", ["own", {"a": [True, {"b": False}], "n": True, "c": "own"}])
+def test_masks_that_are_prefixes(mask):
+    ones = np.ones(2, np.float32)
+    params = {"a": [ones, {"b": ones}], "n": 3, "c": np.ones(2)}
+    loss = lambda p, x: x.sum() * p["c"].sum()  # noqa: E731
+    grad_fn = jmpx.filter_value_and_grad(loss, SCALE, policy="full", over=over(mask))
+    values = jax.vmap(lambda x: grad_fn(params, x).value, axis_name=AXIS)(jnp.ones((2, 3)))
+    assert values.tolist() == [6, 6]
+
+
+# The search for shards leaves the program as it is, and is not there without an axis
+
+
+@jax.custom_vjp
+def tenfold_backwards(x):
+    return x
+
+
+tenfold_backwards.defvjp(lambda x: (x, None), lambda _, g: (10 * g,))
+
+
+@jax.custom_jvp
+def hundredfold_tangents(x):
+    return x
+
+
+hundredfold_tangents.defjvp(lambda x, t: (x[0], 100 * t[0]))
+
+
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+def test_custom_derivatives_hold(how, rng):
+    w, batch = normal(rng, 8, 3), normal(rng, 12, 8)
+
+    def loss_fn(w, x, first=tenfold_backwards, second=hundredfold_tangents):
+        h = jax.checkpoint(lambda x: jax.jit(first)(x @ w))(x)
+        return jax.lax.scan(lambda c, row: (c + second(row).sum(), None), 0 * h[0, 0], h)[0]
+
+    run = jmpx.filter_grad(loss_fn, SCALE, policy="full", over=over())
+    grads = over_devices(run, how, w, batch, specs=(P(), P(AXIS))).grads
+    expected = 1000 * batch.sum(0)[:, None] / DEVICES
+    np.testing.assert_allclose(grads, np.tile(expected, (DEVICES, 1, 3)), rtol=1e-5, atol=1e-4)
+
+
+def test_it_compiles_to_the_same_and_calls_the_function_once(rng, monkeypatch):
+    calls = []
+
+    def loss_fn(params, x):
+        calls.append(x)
+        for w in params:
+            x = jax.nn.gelu(jax.nn.softmax(x @ w))
+        return (x.astype(jnp.float32) ** 2).mean(), {"x": x, "name": "aux", "n": 3}
+
+    options = {"policy": "c=f16", "over": over()}
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, SCALE, has_aux=True, **options)
+
+    def run(params, x):
+        (value, aux), _, finite, grads = grad_fn(params, x)
+        assert aux["name"] == "aux" and aux["n"] == 3
+        return value, aux["x"], finite, grads
+
+    specs = {"in_specs": (P(), P(AXIS)), "out_specs": (P(), P(AXIS), P(), P())}
+    mapped = jax.shard_map(run, mesh=mesh_of(4), **specs)
+    params, batch = [normal(rng, 8, 8) for _ in range(2)], normal(rng, 12, 8)
+
+    def compile_and_run():
+        calls.clear()
+        compiled = jax.jit(lambda *args: mapped(*args)).lower(params, batch).compile()
+        return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)  # pyright: ignore[reportArgumentType]
+
+    counts, results, times = compile_and_run()
+    without = lambda func, *_: (func, Source(None))  # noqa: E731
+    monkeypatch.setattr(jmpx._steps.differentiation, "find_exchanges", without)
+    plain_counts, plain_results, plain_times = compile_and_run()
+    assert counts == plain_counts and times == plain_times == 1
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(plain_results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(jmpx._steps.differentiation, "find_exchanges", refuse)
+    loss = lambda w, x: (x @ w).mean()  # noqa: E731
+    jmpx.filter_grad(loss, SCALE, policy="full")(normal(rng, 8, 3), normal(rng, 12, 8))
