@@ -18,8 +18,9 @@ def outlined(framework, body, *args):
     nets = []
 
     def make():
-        nets.append(zoo.build(framework, body, *args))
-        return nets[0].model
+        net = zoo.build(framework, body, *args)
+        nets.append(net._replace(model=None))
+        return net.model
 
     evaluate = {"nnx": nnx.eval_shape, "equinox": eqx.filter_eval_shape}
     model = evaluate.get(framework, jax.eval_shape)(make)
@@ -60,7 +61,11 @@ def planted(framework, layer, policy, rows=2):
     if framework in ("nnx", "equinox"):
         net = net._replace(model=drawn_model(net.model, np.random.default_rng(0)))
     run = net.under(policy)
-    return lambda model, x: jnp.mean(jnp.asarray(run(model, x))), (net.model, x)
+
+    def loss(model, x):
+        return jnp.mean(jnp.asarray(run(model, x)))
+
+    return loss, (net.model, x)
 
 
 def drawn_model(model, rng):
