@@ -1,4 +1,4 @@
-"""Micro-batches: the gradients of a whole batch, summed in float32, with one scale and one flag."""
+"""Micro-batches: how a batch is split, and that they give the gradients of the whole batch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F16, F32, enable_x64, normal
+from helpers.groups import in_float64, over
 from helpers.jaxprs import equations_of
+from helpers.loops import instructions, operations
+from helpers.maps import AXIS, mapped, mesh_of
 from helpers.training import LOSS_SCALES, loss_fn, make_params, value
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
 
 import jmpx
 import jmpx.mpx as mpx
-from jmpx._jaxprs.core import scan_counts
 
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
@@ -22,77 +26,198 @@ filter_grad: Any = jmpx.filter_grad
 filter_value_and_grad: Any = jmpx.filter_value_and_grad
 
 
-def in_float64(params, x):
-    """The loss and its gradients of a whole batch, by NumPy and by hand."""
-    w, b, x = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x))
-    hidden = np.tanh(x @ w + b)
-    slope = 2 * hidden * (1 - hidden**2) / hidden.size
-    return (hidden**2).mean(), {"w": x.T @ slope, "b": slope.sum(0)}
+def parts(count, **options):
+    return jmpx.Batch(microbatches=count, **options)
 
 
-def carries(func, *args):
-    """The dtypes of what the loops of a function carry."""
-    return [
-        var.aval.dtype.name
-        for eqn in equations_of(func, *args)
-        if eqn.primitive.name == "scan"
-        for var in eqn.outvars[: scan_counts(eqn)[1]]
-    ]
+def assert_close(got, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=10 * tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", LOSS_SCALES)
-@pytest.mark.parametrize("policy", TOLERANCE)
-def test_they_give_the_gradients_of_the_whole_batch(policy, kind, rng):
+# What is split
+
+
+DTYPES = ["float32", "float16", "bfloat16", "int8", "uint32", "bool", "complex64"]
+
+
+@st.composite
+def batches(draw):
+    """Batch arguments of any structure, their number of examples, and a divisor of it."""
+    count, each = draw(st.integers(2, 5)), draw(st.integers(0, 3))
+    seed = draw(st.integers(0, 2**16))
+    rng = np.random.default_rng(seed)
+
+    def array(dtype, rest, numpy):
+        values = rng.integers(-9, 9, (count * each, *rest))
+        if dtype == "key":
+            return jax.random.split(jax.random.key(seed), count * each or 1)[: count * each]
+        return values.astype(np.float32) if numpy else jnp.asarray(values).astype(dtype)
+
+    shapes = st.lists(st.integers(0, 2), max_size=2)
+    arrays = st.builds(array, st.sampled_from([*DTYPES, "key"]), shapes, st.booleans())
+    leaves = arrays | st.sampled_from([None, 3, 0.5, "text", max])
+    trees = st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+            | st.tuples(inner)
+        ),
+        max_leaves=3,
+    )
+    args = [draw(arrays), *draw(st.lists(trees, max_size=2))]
+    return count, each, tuple(draw(st.permutations(args)))
+
+
+def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+@pytest.mark.thorough
+@settings(max_examples=30, deadline=None)
+@given(batch=batches(), explicit=st.booleans())
+def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
+    count, each, args = batch
+    params, seen = {"w": jnp.ones(7)}, []
+
+    def loss(params, *part):
+        seen.append(params["w"])
+        return params["w"].sum(), part
+
+    argnums = tuple(range(1, len(args) + 1)) if explicit else None
+    options = {"batch": parts(count, argnums=argnums), "use_mixed_precision": False}
+    found = mpx.filter_grad(loss, NO_SCALE, True, **options)(params, *args).aux
+    assert jax.tree.structure(found) == jax.tree.structure(args)
+    for leaf, got in zip(jax.tree.leaves(args), jax.tree.leaves(found), strict=True):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            assert got is leaf
+            continue
+        assert got.dtype == leaf.dtype and got.shape == (count, each, *leaf.shape[1:])
+        np.testing.assert_array_equal(bits(got).reshape(bits(leaf).shape), bits(leaf))
+    assert len(seen) == 1 and seen[0].shape == (7,)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(2, 8),
+    examples=st.integers(1, 40),
+    others=st.integers(1, 40),
+    into_groups=st.booleans(),
+)
+def test_a_batch_that_cannot_be_split_is_refused(count, examples, others, into_groups):
+    seen = []
+
+    def loss(w, x, y):
+        seen.append((x.shape, y.shape))
+        return w.sum()
+
+    batch = jmpx.Batch(sharding=over(count)) if into_groups else parts(count)
+    grad_fn = filter_grad(loss, NO_SCALE, policy="full", batch=batch)
+    run = lambda x, y: grad_fn(jnp.ones(2), x, y).grads  # noqa: E731
+    args = jnp.zeros((examples, 2)), jnp.zeros(others)
+    if examples == others and examples % count == 0:
+        jax.eval_shape(run, *args)
+        assert seen == [((examples // count, 2), (examples // count,))]
+        return
+    what = "groups" if into_groups else "micro-batches"
+    with pytest.raises(ValueError, match=f"into {count} {what}") as error:
+        jax.eval_shape(run, *args)
+    differ = "differ in their number of examples" in str(error.value)
+    assert differ == (examples != others) and "\n" not in str(error.value)
+
+
+class Examples(NamedTuple):
+    x: jax.Array
+    more: dict
+
+
+def nested_loss(params, batch, key, noise=0.0, *, shift):
+    assert batch.more["keys"].shape in ((4,), (12,)) and not key.shape
+    hidden = batch.x @ params + batch.more["y"] + shift
+    return jnp.mean(hidden**2) + noise * jax.random.uniform(key).astype(hidden.dtype)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "as_array"), [(None, np.asarray), (-3, jnp.asarray), ([1], np.asarray)]
+)
+def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, rng, key):
+    more = {"y": as_array(normal(rng, 12)), "name": "train", "keys": jax.random.split(key, 12)}
+    batch = Examples(as_array(normal(rng, 12, 3)), more)
+    w, shift = normal(rng, 3), normal(rng)
+    grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
+    whole = grad_fn()(w, batch, key, 0.5, shift=shift)
+    split = grad_fn(batch=parts(3, argnums=argnums))(w, batch, key, 0.5, shift=shift)
+    np.testing.assert_allclose(split.value, whole.value, rtol=1e-6)
+    np.testing.assert_allclose(split.grads, whole.grads, rtol=1e-5)
+
+
+def test_no_length_decides_whether_an_array_is_split():
+    """Class weights of eight rows are refused beside eight examples as beside any other number."""
+    loss = lambda w, x, *, weights, key=None: (x @ w).mean() * weights.mean()  # noqa: E731
+    w, weights = jnp.ones(6), jnp.ones(8)
+    run = lambda *args, argnums=None, **named: jax.eval_shape(  # noqa: E731
+        lambda w: (
+            filter_grad(loss, NO_SCALE, policy="full", batch=parts(4, argnums=argnums))(
+                w, *args, **named
+            ).grads
+        ),
+        w,
+    )
+    for examples in (8, 16):
+        x = jnp.ones((examples, 6))
+        with pytest.raises(ValueError, match=r"'weights' .*float32\[8\] in it .* by argnums of"):
+            run(x, weights=weights)
+        run(x, weights=weights, argnums=1)
+        run(x, weights=weights[0], key=jax.random.key(0))
+
+
+def test_arguments_that_are_not_cast_are_split_too():
+    def loss(w, x, target):
+        assert (w.dtype, x.dtype, target.dtype) == (F16, F16, F32)
+        return jnp.mean((w * x).astype(F32) - target)
+
+    target = jnp.array([1e6, 2e6, 3e6, 4e6])  # beyond float16
+    for uncast in -1, "target":
+        options = {"policy": "c=f16", "batch": parts(2), "uncast": uncast}
+        grad_fn = filter_value_and_grad(loss, jmpx.StaticLossScale(1), **options)
+        got = grad_fn(jnp.ones(()), jnp.ones(4), target)
+        assert float(got.value) == 1 - 2.5e6 and float(got.grads) == 1
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "count"),
+    [("f16", "Dynamic", 8), ("bf16", "NoOp", 3), ("f32", "Static", 2), ("f32", "NoOp", 1)],
+)
+def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
     params, x = make_params(rng), normal(rng, 24, 6)
     loss, grads = in_float64(params, x)
-    for count in 1, 2, 3, 4, 8:
-        got = jax.jit(
-            filter_value_and_grad(
-                loss_fn,
-                LOSS_SCALES[kind](),
-                policy=f"c={policy}",
-                batch=jmpx.Batch(microbatches=count),
-            )
-        )(params, x)
-        assert got.value.dtype == F32 and bool(got.grads_finite)
-        np.testing.assert_allclose(got.value, loss, rtol=TOLERANCE[policy])
-        for name, grad in grads.items():
-            assert got.grads[name].dtype == F32
-            error = np.abs(got.grads[name] - grad).max() / np.abs(grad).max()
-            assert error < TOLERANCE[policy], (count, name)
+    options = {"policy": f"c={policy}", "batch": parts(count)}
+    got = jax.jit(filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), **options))(params, x)
+    assert got.value.dtype == F32 and bool(got.grads_finite)
+    np.testing.assert_allclose(got.value, loss, rtol=TOLERANCE[policy])
+    for name, grad in grads.items():
+        assert got.grads[name].dtype == F32
+        error = np.abs(got.grads[name] - grad).max() / np.abs(grad).max()
+        assert error < TOLERANCE[policy], name
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("options", [{"policy": "c=bf16"}, {"use_mixed_precision": False}])
-@pytest.mark.parametrize("params", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("params", "options"), [(BF16, {"use_mixed_precision": False}), (F16, {"policy": "c=bf16"})]
+)
 def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options, rng):
     """Sums in bfloat16 would stay at 256, whatever is added to it."""
-    w = jnp.ones(3, params)
-    x = np.ones((128, 3), np.float32)
-    x[0] = 256
-    x[:, 2] = rng.choice([0.5, 1, 2], 128)
-    grad_fn = mpx.filter_grad(
-        lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32)),
-        NO_SCALE,
-        batch=jmpx.Batch(microbatches=128),
-        **options,
-    )
-    grads = grad_fn(w, x).grads
-    assert carries(grad_fn, w, x) == ["float32"]
+    w, x = jnp.ones(3, params), np.ones((128, 3), np.float32)
+    x[0], x[:, 2] = 256, rng.choice([0.5, 1, 2], 128)
+    loss = lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32))  # noqa: E731
+    grads = mpx.filter_grad(loss, NO_SCALE, batch=parts(128), **options)(w, x).grads
     assert grads.dtype == params
     np.testing.assert_array_equal(grads, x.astype(np.float64).mean(0).astype(params))
-
-
-def test_rounding_does_not_grow_with_their_number(rng):
-    w, x = jnp.ones(64), normal(rng, 512, 64)
-    grads_of = functools.partial(
-        filter_grad, lambda w, x: jnp.mean(x @ w), NO_SCALE, policy="c=bf16"
-    )
-    each = jax.jit(jax.vmap(lambda x: grads_of()(w, x).grads))(x[:, None])
-    exact = np.asarray(each, np.float64).mean(0)
-    together = jax.jit(grads_of(batch=jmpx.Batch(microbatches=512)))(w, x).grads
-    assert np.linalg.norm(together - exact) < 1e-6 * np.linalg.norm(exact)
 
 
 @pytest.mark.thorough
@@ -111,105 +236,51 @@ def test_wide_and_complex_parameters_keep_their_dtype(rng):
             plain = params["complex"].astype(jnp.complex128)
             return jnp.mean((x @ wide) ** 2) + jnp.mean(jnp.abs(x.astype(plain.dtype) @ plain) ** 2)
 
-        options = {"policy": "c=f64"}
-        whole = jax.jit(filter_grad(loss, NO_SCALE, **options))(params, x).grads
-        grad_fn = filter_grad(loss, NO_SCALE, **options, batch=jmpx.Batch(microbatches=4))
-        parts = grad_fn(params, x).grads
-        assert sorted(carries(grad_fn, params, x)) == ["complex128", "float32", "float64"]
-        assert parts["count"] is None
+        whole = jax.jit(filter_grad(loss, NO_SCALE, policy="c=f64"))(params, x).grads
+        split = filter_grad(loss, NO_SCALE, policy="c=f64", batch=parts(4))(params, x).grads
+        assert split["count"] is None
         for name, rtol in {"wide": 1e-12, "complex": 1e-12, "narrow": 0.05}.items():
-            assert parts[name].dtype == params[name].dtype
-            np.testing.assert_allclose(
-                *(np.asarray(grads[name], complex) for grads in (parts, whole)), rtol=rtol
-            )
+            assert split[name].dtype == params[name].dtype
+            pair = (np.asarray(grads[name], complex) for grads in (split, whole))
+            np.testing.assert_allclose(*pair, rtol=rtol)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("where", [None, 0, 1, 3])
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
+def test_there_is_one_scale_one_flag_and_one_adjustment(rng):
     params, x = make_params(rng), np.array(normal(rng, 8, 6))
-    if where is not None:
-        x[2 * where] = bad
     scaling = jmpx.DynamicLossScale(2.0**10, counter=3)
-    got = filter_value_and_grad(loss_fn, scaling, policy="c=f16", batch=jmpx.Batch(microbatches=4))(
-        params, x
-    )
-    good = where is None
-    assert bool(got.grads_finite) is good
-    assert value(got.scaling) == (2.0**10 if good else 2.0**9)
-    assert int(got.scaling.counter) == (4 if good else 0)
-    assert all(bool(jnp.isfinite(grad).all()) is good for grad in jax.tree.leaves(got.grads))
+    options = {"policy": "c=f16", "batch": parts(4)}
+    run = jax.jit(filter_value_and_grad(loss_fn, scaling, **options))
+    rows = [{}, {0: np.inf}, {2: -np.inf}, {6: np.nan}, {0: np.inf, 2: -np.inf}]
+    for bad in rows:  # the infinities of the last one might cancel
+        given = x.copy()
+        for row, number in bad.items():
+            given[row] = number
+        got, good = run(params, given), not bad
+        assert bool(got.grads_finite) is good
+        assert value(got.scaling) == (2.0**10 if good else 2.0**9)
+        assert int(got.scaling.counter) == (4 if good else 0)
+        assert all(bool(jnp.isfinite(grad).all()) is good for grad in jax.tree.leaves(got.grads))
 
 
 def test_infinities_that_cancel_are_seen():
-    x = jnp.array([1e30, -1e30, 0.0, 0.0])
-    grad_fn = filter_grad(
-        lambda w, x: (w * x).mean(), NO_SCALE, policy="c=f16", batch=jmpx.Batch(microbatches=4)
-    )
+    x, options = jnp.array([1e30, -1e30, 0.0, 0.0]), {"policy": "c=f16", "batch": parts(4)}
+    grad_fn = filter_grad(lambda w, x: (w * x).mean(), jmpx.StaticLossScale(1), **options)
     assert not grad_fn(jnp.ones(()), x).grads_finite
 
 
-class Batch(NamedTuple):
-    x: jax.Array
-    more: dict
-
-
-def nested_loss(params, batch, key, noise=0.0, *, shift):
-    hidden = batch.x @ params + batch.more["y"] + shift
-    return jnp.mean(hidden**2) + noise * jax.random.uniform(key).astype(hidden.dtype)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("argnums", [None, 1, [1], -3])
-def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, rng, key):
-    batch = Batch(as_array(normal(rng, 12, 3)), {"y": as_array(normal(rng, 12)), "name": "train"})
-    w, shift = normal(rng, 3), normal(rng)
-    grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
-    whole = grad_fn()(w, batch, key, 0.5, shift=shift)
-    split = jmpx.Batch(argnums=argnums, microbatches=3)
-    parts = grad_fn(batch=split)(w, batch, key, 0.5, shift=shift)
-    np.testing.assert_allclose(parts.value, whole.value, rtol=1e-6)
-    np.testing.assert_allclose(parts.grads, whole.grads, rtol=1e-5)
-
-
-@pytest.mark.thorough
-def test_a_key_for_each_example_is_split(key):
-    """A key that goes whole draws the same numbers in each micro-batch."""
-
-    def loss(w, x, keys):
-        draws = jax.random.uniform(keys) if not keys.ndim else jax.vmap(jax.random.uniform)(keys)
-        return (w * draws).mean(), draws
-
-    grad_fn = filter_grad(
-        loss, NO_SCALE, has_aux=True, policy="full", batch=jmpx.Batch(microbatches=2)
-    )
-    keys = jax.random.split(key, 4)
-    assert len(np.unique(grad_fn(jnp.ones(()), jnp.ones(4), key).aux)) == 1
-    split = grad_fn(jnp.ones(()), jnp.ones(4), keys).aux
-    np.testing.assert_array_equal(split.ravel(), jax.vmap(jax.random.uniform)(keys))
-
-
 def test_aux_gets_a_leading_axis_and_other_leaves_stay(rng):
+    others = {"rate": 0.5, "name": "loss", "none": None}
+
     def loss(w, x):
         hidden = x @ w
-        return (hidden**2).mean(), {
-            "mean": hidden.mean(),
-            "hidden": hidden,
-            "count": np.arange(3),
-            "rate": 0.5,
-            "name": "loss",
-            "none": None,
-        }
+        arrays = {"mean": hidden.mean(), "hidden": hidden, "count": np.arange(3)}
+        return (hidden**2).mean(), arrays | others
 
     w, x = normal(rng, 3), normal(rng, 8, 3)
-    grad_fn = filter_grad(
-        loss, NO_SCALE, has_aux=True, policy="full", batch=jmpx.Batch(microbatches=4)
-    )
-    aux = grad_fn(w, x).aux
+    options = {"has_aux": True, "policy": "full", "batch": parts(4)}
+    aux = filter_grad(loss, NO_SCALE, **options)(w, x).aux
     hidden = loss(w, x)[1]["hidden"].reshape(4, 2)
-    assert (aux["rate"], aux["name"], aux["none"]) == (0.5, "loss", None)
+    assert {name: aux[name] for name in others} == others
     np.testing.assert_allclose(aux["hidden"], hidden, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(aux["mean"], hidden.mean(1), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(aux["count"], np.tile(np.arange(3), (4, 1)))
@@ -221,7 +292,7 @@ def test_casts_are_those_of_a_whole_batch(policy, rng):
     params, x = make_params(rng), normal(rng, 8, 6)
 
     def dtypes_of(count):
-        grad_fn = filter_grad(func, NO_SCALE, policy=policy, batch=jmpx.Batch(microbatches=count))
+        grad_fn = filter_grad(func, NO_SCALE, policy=policy, batch=parts(count))
         return [
             (eqn.primitive.name, *(var.aval.dtype.name for var in eqn.invars))
             for eqn in equations_of(grad_fn, params, x)
@@ -232,152 +303,193 @@ def test_casts_are_those_of_a_whole_batch(policy, rng):
     assert dtypes_of(4) == dtypes_of(1)
 
 
-def test_arguments_that_are_not_cast_are_split_too():
-    def loss(w, x, target):
-        assert (w.dtype, x.dtype, target.dtype) == (F16, F16, F32)
-        return jnp.mean((w * x).astype(F32) - target)
-
-    target = jnp.array([1e6, 2e6, 3e6, 4e6])  # beyond float16
-    for uncast in -1, "target":
-        got = filter_value_and_grad(
-            loss, NO_SCALE, policy="c=f16", batch=jmpx.Batch(microbatches=2), uncast=uncast
-        )(jnp.ones(()), jnp.ones(4), target)
-        assert float(got.value) == 1 - 2.5e6 and float(got.grads) == 1
-
-
 def test_without_mixed_precision_the_gradient_is_the_plain_one(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    plain = jax.jit(jax.value_and_grad(loss_fn))(params, x)
-    loss, _, finite, grads = mpx.filter_value_and_grad(
-        loss_fn,
-        jmpx.DynamicLossScale(),
-        use_mixed_precision=False,
-        batch=jmpx.Batch(microbatches=4),
-    )(params, x)
+    options = {"use_mixed_precision": False, "batch": parts(4)}
+    grad_fn = mpx.filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(), **options)
+    loss, _, finite, grads = jax.jit(grad_fn)(params, x)
     assert bool(finite)
-    for got, expected in zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+    assert_close((loss, grads), jax.jit(jax.value_and_grad(loss_fn))(params, x))
 
 
-STATE = {"mean": np.zeros(3, np.float32), "steps": np.int32(0), "name": "ema"}
-
-
-def stateful_loss(w, x, state, change=lambda state: {}):
-    mean = 0.5 * state["mean"] + x.astype(F32).mean(0)
-    new = {**state, "mean": mean, "steps": state["steps"] + 1}
-    return jnp.mean((x @ w) ** 2), {**new, **change(new)}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("count", [1, 2, 8])
-@pytest.mark.parametrize("aux", ["state", "pair", "triple"])
-def test_model_state_goes_from_one_to_the_next(aux, count, rng):
+@pytest.mark.parametrize(("rest", "count"), [((), 2), ((0,), 1), ((0, None), 8)])
+def test_model_state_goes_from_one_to_the_next(rest, count, rng):
     w, x = normal(rng, 3), normal(rng, 8, 3)
+    given = {"mean": np.zeros(3, np.float32), "steps": np.int32(0), "name": "ema"}
 
     def loss(w, x, state):
-        value, new = stateful_loss(w, x, state)
         assert w.dtype == x.dtype == BF16 and state["mean"].dtype == F32  # it is not cast
-        rest = {"state": (), "pair": (value,), "triple": (value, None)}[aux]
-        return value, (new, *rest) if rest else new
+        mean = 0.5 * state["mean"] + x.astype(F32).mean(0)
+        new, value = {**state, "mean": mean, "steps": state["steps"] + 1}, jnp.mean((x @ w) ** 2)
+        others = tuple(value if one == 0 else None for one in rest)
+        return value, (new, *others) if rest else new
 
-    got = filter_grad(
-        loss,
-        NO_SCALE,
-        has_aux=True,
-        policy="c=bf16",
-        batch=jmpx.Batch(microbatches=count),
-        state_argnum=2,
-    )(w, x, STATE).aux
-    state, *rest = [got] if aux == "state" else got
+    options = {"has_aux": True, "policy": "c=bf16", "batch": parts(count), "state_argnum": 2}
+    got = filter_grad(loss, NO_SCALE, **options)(w, x, given).aux
+    state, *others = got if rest else [got]
     mean = np.zeros(3, np.float32)
     for part in np.asarray(x.astype(BF16).astype(F32)).reshape(count, -1, 3):
         mean = 0.5 * mean + part.mean(0)
     np.testing.assert_allclose(state["mean"], mean, rtol=1e-5, atol=1e-6)
     assert (int(state["steps"]), state["name"]) == (count, "ema")
-    assert len(rest) == ("state", "pair", "triple").index(aux)
-    assert not rest or rest[0].shape == ((count,) if count > 1 else ())
+    assert len(others) == len(rest)
+    assert not others or others[0].shape == ((count,) if count > 1 else ())
 
 
-ONES = np.ones((8, 3), np.float32)
+# Programs
 
 
-def run(count: Any = 4, argnums=None, args=(ONES,), loss=None, **options):
-    loss = loss or (lambda w, x, *others: jnp.mean((x @ w) ** 2))
-    grad_fn = filter_value_and_grad(
-        loss,
-        NO_SCALE,
-        policy="full",
-        batch=jmpx.Batch(argnums=argnums, microbatches=count),
-        **options,
+def test_one_micro_batch_is_the_program_without(rng):
+    params, x = make_params(rng), normal(rng, 8, 6)
+    options = {"policy": "c=bf16"}
+    without, one = (
+        jax.make_jaxpr(filter_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options, **more))(
+            params, x
+        )
+        for more in ({}, {"batch": jmpx.Batch()})
     )
-    return grad_fn(jnp.ones(3), *args)
+    assert str(without) == str(one) and "scan[" not in str(one)
 
 
-def run_state(state=STATE, state_argnum=2, has_aux=True, change=lambda state: {}):
-    return run(
-        args=(ONES, state),
-        loss=functools.partial(stateful_loss, change=change),
-        state_argnum=state_argnum,
-        has_aux=has_aux,
-    )
+@pytest.mark.parametrize("axis", [None, AXIS])
+def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis, rng):
+    calls, sizes = [], []
+
+    def loss(params, x):
+        calls.append(x.shape)
+        return loss_fn(params, x)
+
+    for count in 2, 16:
+        options = {"policy": "c=bf16", "batch": parts(count), "over": axis and jmpx.Over(axis)}
+        run = filter_grad(loss, NO_SCALE, **options)
+        if axis:
+            run = jax.shard_map(run, mesh=mesh_of(1), in_specs=(P(), P(AXIS)), out_specs=P())
+        lowered = jax.jit(run).lower(make_params(rng), normal(rng, 8 * count, 6))
+        sizes.append(len(operations(lowered)))
+    assert calls == [(8, 6), (8, 6)]
+    assert len(set(sizes)) == 1
 
 
-BAD = {
-    "no divisor": (lambda: run(3), ValueError, "make 3 divide them"),
-    "more than examples": (lambda: run(16), ValueError, "make 16 divide them"),
-    "zero": (lambda: run(0), ValueError, "between 1 and .* got 0"),
-    "negative": (lambda: run(-2), ValueError, "between 1 and .* got -2"),
-    "bool": (lambda: run(True), TypeError, "to be a whole number, got True"),
-    "float": (lambda: run(2.0), TypeError, "to be a whole number, got 2.0"),
-    "text": (lambda: run("2"), TypeError, "to be a whole number, got '2'"),
-    "traced": (lambda: jax.jit(run)(2), TypeError, "microbatches to be a whole number, got"),
-    "no batch": (lambda: run(args=(), loss=lambda w: w.mean()), TypeError, "hold no array"),
-    "numbers": (lambda: run(args=(2.0,), loss=lambda w, x: w.mean()), TypeError, "hold no array"),
-    "scalar": (lambda: run(args=(ONES, jnp.ones(()))), TypeError, "has no axis of examples"),
-    "lengths": (lambda: run(args=(ONES, ONES[:4])), ValueError, "differ in their number"),
-    "position": (lambda: run(argnums=2), ValueError, "with 2 positional arguments"),
-    "parameters": (lambda: run(argnums=0), ValueError, "holds the parameters"),
-    "also by -2": (lambda: run(argnums=-2), ValueError, "the first after the parameters"),
-    "bool position": (lambda: run(argnums=True), TypeError, "to be an int or several"),
-    "state split": (lambda: run(argnums=1, state_argnum=1, has_aux=True), ValueError, "the model"),
-    "state without aux": (lambda: run_state(has_aux=False), ValueError, "say has_aux=True"),
-    "state at 0": (
-        lambda: run_state(state_argnum=0),
-        ValueError,
-        "between 1 and .* give the position of the model state",
-    ),
-    "state at -1": (lambda: run_state(state_argnum=-1), ValueError, "between 1 and .* got -1"),
-    "state at 3": (lambda: run_state(state_argnum=3), ValueError, "with 3 positional arguments"),
-    "state at True": (lambda: run_state(state_argnum=True), TypeError, "a whole number, got True"),
-    "other structure": (lambda: run_state(change=lambda s: {"new": 1}), TypeError, "structure"),
-    "other shape": (
-        lambda: run_state(change=lambda s: {"mean": s["mean"][:2]}),
-        TypeError,
-        "the shapes of argument 2",
-    ),
-    "other dtype": (
-        lambda: run_state(change=lambda s: {"steps": s["steps"].astype(F32)}),
-        ValueError,
-        r"changes its \['steps'\] from int32\[\] to float32\[\]",
-    ),
-    "a number": (
-        lambda: run_state({**STATE, "steps": 0}),
-        ValueError,
-        r"changes its \['steps'\] from 0 to 1: keep an array there",
-    ),
-    "a number and an array": (
-        lambda: run_state({**STATE, "steps": 0.0}, change=lambda s: {"steps": jnp.ones(())}),
-        ValueError,
-        r"changes its \['steps'\] from 0.0 to float32\[\]",
-    ),
-    "text changed": (lambda: run_state(change=lambda s: {"name": "new"}), ValueError, "'ema' to"),
+@pytest.mark.thorough
+def test_memory_of_activations_is_that_of_one():
+    """As XLA plans it for the CPU."""
+    w, x = jnp.ones((8, 128, 128)), jnp.ones((256, 128))
+
+    def loss(w, x):
+        for layer in w:
+            x = jnp.tanh(x @ layer)
+        return jnp.mean(x**2)
+
+    def temporary(count):
+        grad_fn = filter_grad(loss, NO_SCALE, policy="full", batch=parts(count))
+        analysis: Any = jax.jit(grad_fn).lower(w, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    whole, four, sixteen = map(temporary, (1, 4, 16))
+    activations = 8 * x.nbytes
+    assert whole > activations
+    # The loop holds the gradients of the parameters twice: the sums, and those of one micro-batch.
+    assert four - w.nbytes < whole - activations / 2
+    assert sixteen < four
+
+
+@pytest.mark.parametrize(("how", "reduce"), [("shard_map", "bf16"), ("sharding", "f32")])
+def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
+    params, x = make_params(rng), normal(rng, 16, 6)
+    options: dict[str, Any] = {"policy": f"c=bf16,r={reduce}", "batch": parts(2)}
+    if how == "sharding":
+        options["batch"] = parts(2, sharding=over(4))
+        grad_fn = filter_grad(loss_fn, NO_SCALE, **options)
+    else:
+        grad_fn = filter_grad(loss_fn, NO_SCALE, over=jmpx.Over(AXIS), **options)
+        grad_fn = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+    lowered = jax.jit(grad_fn).lower(params, x)
+    assert operations(lowered, in_loops=True).count("stablehlo.dot_general") >= 2
+    assert "stablehlo.all_reduce" not in operations(lowered, in_loops=True)
+    compiled = lowered.compile()
+    kinds, inside = instructions(compiled), instructions(compiled, in_loops=True)
+    assert any(kind.startswith("all-reduce") for kind in kinds) and "dot" in inside
+    assert not any(kind.startswith(("all-", "reduce-scatter")) for kind in inside)
+    plain = jax.jit(filter_grad(loss_fn, NO_SCALE, policy="c=bf16"))
+    assert_close(compiled(params, x).grads, plain(params, x).grads, 2e-3)
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_maps_average_micro_batches_and_devices(how, rng):
+    params, x = make_params(rng), normal(rng, 16, 6)
+    options = {"policy": "full", "batch": parts(2), "over": jmpx.Over(AXIS)}
+    grad_fn = filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options)
+    run = mapped(lambda *args: tuple(grad_fn(*args)), how, (None, 0))
+    results = run(params, x.reshape(4, 4, 6))
+    loss, scaling, finite, grads = jax.tree.map(lambda leaf: leaf[3], results)
+    assert_close((loss, grads), jax.jit(jax.value_and_grad(loss_fn))(params, x))
+    assert bool(finite) and int(scaling.counter) == 1
+
+
+@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma"])
+def test_model_state_varies_over_devices_as_the_function_makes_it_vary(how, rng):
+    params, x = make_params(rng), normal(rng, 16, 6)
+
+    def loss(params, x, state):
+        add = {"steps": 1, "own": x.mean(0), "averaged": jax.lax.pmean(x.mean(0), AXIS)}
+        return loss_fn(params, x), {name: 0.5 * state[name] + add[name] for name in state}
+
+    def run(params, x, state):
+        options = {"policy": "full", "over": jmpx.Over(AXIS), "batch": parts(2)}
+        grad_fn = filter_grad(loss, NO_SCALE, True, state_argnum=2, **options)
+        return tuple(grad_fn(params, x, state))[2:]
+
+    state = {"own": jnp.zeros(6), "averaged": jnp.zeros(6), "steps": jnp.zeros(())}
+    grads, new = mapped(run, how, (None, 0, None))(params, x.reshape(4, 4, 6), state)
+    assert_close(jax.tree.map(lambda g: g[0], grads), jax.jit(jax.grad(loss_fn))(params, x))
+    means = np.asarray(x).reshape(4, 2, 2, 6).mean(2)  # devices, micro-batches, features
+    own = 0.5 * means[:, 0] + means[:, 1]
+    np.testing.assert_allclose(new["own"], own, rtol=1e-5, atol=1e-6)
+    averaged = np.tile(own.mean(0), (4, 1))
+    np.testing.assert_allclose(new["averaged"], averaged, rtol=1e-5, atol=1e-6)
+    assert (new["steps"] == 1.5).all()
+
+
+GATHERS = {
+    "lax": lambda w: jax.lax.all_gather(w, AXIS, tiled=True),
+    "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_in_one_sentence(name):
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message) as caught:
-        call()
-    text = str(caught.value)
-    assert text.endswith(".") and "\n" not in text and ". " not in text
+@pytest.mark.parametrize(
+    ("gather", "vma", "mask"), [("lax", True, None), ("jmpx", False, True), ("lax", False, True)]
+)
+def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
+    gather, vma, mask, rng
+):
+    """The gather is part of the function, so that its backward pass reduces in the loop."""
+    w, x = normal(rng, 8, 3), normal(rng, 16, 8)
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=mask), "batch": parts(2)}
+    of_shard = lambda shard, x: loss(GATHERS[gather](shard), x)  # noqa: E731
+    grad_fn = filter_grad(of_shard, NO_SCALE, **options)
+    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": vma}
+    run = jax.shard_map(lambda w, x: grad_fn(w, x).grads, mesh=mesh_of(4), **specs)
+    lowered = jax.jit(run).lower(w, x)
+    assert operations(lowered, in_loops=True).count("stablehlo.reduce_scatter") == 1
+    assert_close(lowered.compile()(w, x), jax.jit(jax.grad(loss))(w, x))
+
+
+@pytest.mark.thorough
+def test_other_transformations_go_through(rng):
+    params, x = make_params(rng), normal(rng, 8, 6)
+    func = functools.partial(filter_grad, policy="full", batch=parts(4))
+    plain = jax.jit(jax.grad(loss_fn))(params, x)
+    assert_close(jax.jit(func(jax.checkpoint(loss_fn), NO_SCALE))(params, x).grads, plain)
+    with jax.disable_jit():
+        assert_close(func(loss_fn, NO_SCALE)(params, x).grads, plain)
+
+    def norm(grads):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
+
+    second = jax.jit(jax.grad(lambda p: norm(jax.grad(loss_fn)(p, x))))(params)
+    grad_fn = jax.checkpoint(lambda p: func(loss_fn, NO_SCALE)(p, x).grads)
+    assert_close(jax.jit(jax.grad(lambda p: norm(grad_fn(p))))(params), second)
+    seeds = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    stacked = jax.jit(jax.vmap(lambda p: func(loss_fn, NO_SCALE)(p, x).grads))(seeds)
+    assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), plain)
