@@ -1,7 +1,5 @@
 """Moving averages: against float64, in 16 bits, over skipped steps."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,14 +8,13 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, normal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from helpers.maps import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmpx
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
-
-def trajectory(rng, dtype, steps=40):
+def trajectory(rng, dtype, steps):
     """Parameters that wander, stored in a dtype."""
     return [{"w": normal(rng, 3).astype(dtype)} for _ in range(steps)]
 
@@ -31,20 +28,23 @@ def reference(params, decay, debias):
     return total / (1 - decay ** (len(params) - 1)) if debias else total
 
 
-def steps_of(average, first, params):
-    """The average, step by step outside of a trace."""
-    state = average.init(first)
-    for each in params:
-        _, state = average.update(each, state)
-    return state.average
+def repeated(update, state, times):
+    """The state after as many updates, compiled."""
+    return jax.jit(lambda state: jax.lax.fori_loop(0, times, lambda _, s: update(s), state))(state)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("debias", [False, True])
-@pytest.mark.parametrize("decay", [0, 0.5, 0.9999, 1 - 2.0**-24])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "decay", "debias"),
+    [
+        ("float32", 0, True),
+        ("bfloat16", 0.5, False),
+        ("float16", 0.9999, True),
+        ("float8_e4m3fn", 1 - 2.0**-24, False),
+        ("bfloat16", 1 - 2.0**-24, True),
+    ],
+)
 def test_the_average_is_that_of_float64(dtype, decay, debias, rng):
-    params = trajectory(rng, dtype)
+    params = trajectory(rng, dtype, 40)
     average = jmpx.optim.ema(decay, debias)
     state, update = average.init(params[0]), jax.jit(average.update)
     for each in params[1:]:
@@ -59,29 +59,27 @@ def test_the_average_is_that_of_float64(dtype, decay, debias, rng):
 def test_the_average_of_what_does_not_change_is_that_to_the_bit(debias, rng):
     params = {"w": normal(rng, 50)}
     average = jmpx.optim.ema(0.999, debias)
-    state = jax.lax.fori_loop(
-        0, 500, lambda _, s: average.update(params, s)[1], average.init(params)
-    )
+    state = repeated(lambda s: average.update(params, s)[1], average.init(params), 500)
     assert_same_bits(state.average, params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_small_step_moves_the_average_where_16_bits_lose_it(dtype):
+def test_a_small_step_moves_the_average_where_16_bits_lose_it():
     """From 1 towards 1.5, 2,000 steps of 0.999; the exact answer is 1.5 - 0.5 * 0.999**2000."""
-    old, new = jnp.ones(2, dtype), jnp.full(2, 1.5, dtype)
-    average = jmpx.optim.ema(0.999)
-    state = jax.lax.fori_loop(0, 2000, lambda _, s: average.update(new, s)[1], average.init(old))
+    old, new = jnp.ones(2, jnp.bfloat16), jnp.full(2, 1.5, jnp.bfloat16)
+    average, theirs = jmpx.optim.ema(0.999), optax.ema(0.999, debias=False)
+    states = average.init(old), theirs.init(new), old
+
+    def update(states):
+        ours, of_optax, incremental = states
+        incremental = optax.incremental_update(new, incremental, 0.001)
+        return average.update(new, ours)[1], theirs.update(new, of_optax)[1], incremental
+
+    ours, of_optax, incremental = repeated(update, states, 2000)
     exact = 1.5 - 0.5 * 0.999**2000
-    assert np.abs(state.average - exact).max() < 3e-5
-    optax_step = lambda _, a: optax.incremental_update(new, a, 0.001)  # noqa: E731
-    assert np.abs(jax.lax.fori_loop(0, 2000, optax_step, old) - exact).max() > 0.05
-
-
-def test_the_average_of_optax_stalls_without_an_accumulator_dtype():
-    new = jnp.ones(2, jnp.bfloat16)
-    theirs = optax.ema(0.999, debias=False)
-    state = jax.lax.fori_loop(0, 2000, lambda _, s: theirs.update(new, s)[1], theirs.init(new))
-    assert jax.tree.leaves(state.ema)[0].max() < 0.6  # exact: 0.865
+    assert np.abs(ours.average - exact).max() < 3e-5
+    assert np.abs(incremental - exact).max() > 0.05
+    # Without an accumulator dtype: its exact answer, from 0, is 0.865 of 1.5.
+    assert jax.tree.leaves(of_optax.ema)[0].max() < 0.6 * 1.5
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -108,7 +106,6 @@ def test_a_step_may_donate_the_state_and_the_parameters(rng):
     params = {"w": normal(rng, 3)}
     average = jmpx.optim.ema(0.5)
 
-    @jax.jit
     def plain(params, state):
         params = jax.tree.map(lambda p: p * 2, params)
         return params, *average.update(params, state)
@@ -137,37 +134,31 @@ def test_the_average_is_carried_by_a_scan(rng):
 
 
 def test_shards_are_averaged_where_they_are(rng):
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), "d"), P("d"))
-    params = jax.device_put({"w": normal(rng, 16).astype(jnp.bfloat16)}, sharding)
-    average = jmpx.optim.ema(0.9)
-    averaged, _ = jax.jit(average.update)(params, average.init(params), jnp.array(True))
-    assert averaged["w"].sharding.is_equivalent_to(sharding, 1)
-
-
-def test_the_average_under_shard_map_is_that_of_each_shard(rng):
-    mesh = Mesh(np.array(jax.devices()), "d")
+    mesh = mesh_of(8)
     params, new = ({"w": normal(rng, 16).astype(jnp.bfloat16)} for _ in range(2))
     average = jmpx.optim.ema(0.9, debias=True)
 
     def steps(params, new):
-        step = lambda _, s: average.update(new, s, jnp.isfinite(jax.lax.pmax(1.0, "d")))[1]  # noqa: E731
+        step = lambda _, s: average.update(new, s, jnp.isfinite(jax.lax.pmax(1.0, "data")))[1]  # noqa: E731
         return jax.lax.fori_loop(0, 3, step, average.init(params)).average
 
-    sharded = jax.shard_map(steps, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
-    expected = steps_of(average, params, [new] * 3)
-    np.testing.assert_allclose(jax.jit(sharded)(params, new)["w"], expected["w"], rtol=1e-6)
+    sharded = jax.shard_map(steps, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    state, update = average.init(params), jax.jit(average.update)
+    placed = jax.device_put(new, NamedSharding(mesh, P("data")))
+    for _ in range(3):
+        averaged, state = update(placed, state, jnp.array(True))
+    assert averaged["w"].sharding.is_equivalent_to(placed["w"].sharding, 1)
+    np.testing.assert_allclose(jax.jit(sharded)(params, new)["w"], averaged["w"], rtol=1e-6)
 
 
 def test_what_is_not_floating_is_that_of_the_newest_parameters(key):
     model = eqx.nn.MLP(2, 2, 4, 1, key=key)
     average = jmpx.optim.ema(0.5)
-    state = average.init(
-        (model, {"step": jnp.array(1), "key": key, "rate": 0.1, "z": jnp.array([1j])})
-    )
+    others = {"step": jnp.array(1), "key": key, "rate": 0.1, "z": jnp.array([1j])}
+    state = average.init((model, others))
     new = jax.tree.map(lambda x: x * 3 if eqx.is_inexact_array(x) else x, model)
-    (averaged, others), state = average.update(
-        (new, {"step": jnp.array(7), "key": key, "rate": 0.2, "z": jnp.array([3j])}), state
-    )
+    others = {"step": jnp.array(7), "key": key, "rate": 0.2, "z": jnp.array([3j])}
+    (averaged, others), state = average.update((new, others), state)
     assert averaged(jnp.ones(2)).shape == (2,)  # activations are functions still
     np.testing.assert_allclose(averaged.layers[0].weight, model.layers[0].weight * 2, rtol=1e-6)
     assert (int(others["step"]), others["rate"], others["z"][0]) == (7, 0.2, 2j)
@@ -177,57 +168,13 @@ def test_an_nnx_model_is_averaged_into_one_of_its_own():
     model = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     first = jnp.asarray(model.kernel[...], jnp.float32)
     average = jmpx.optim.ema(0.5)
-    state = average.init(model)
+    state, of_params = average.init(model), average.init(nnx.state(model, nnx.Param))
     model.kernel[...] = model.kernel[...] * 2
     averaged, _ = average.update(model, state, jnp.array(True))
     np.testing.assert_allclose(averaged.kernel[...], first * 1.5, rtol=1e-6)
     assert averaged is not model and model.kernel[...].dtype == jnp.bfloat16
-
-
-def test_the_parameters_of_an_nnx_model():
-    model = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    average = jmpx.optim.ema(0.5)
-    params = nnx.state(model, nnx.Param)
-    averaged, _ = average.update(params, average.init(params), jnp.array(True))
+    # And its parameters are averaged into those with which it evaluates.
+    averaged, _ = average.update(nnx.state(model, nnx.Param), of_params, jnp.array(True))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(averaged)} == {"float32"}
-    nnx.update(model, averaged)  # evaluates with the average
-    assert model(jnp.ones((1, 2))).shape == (1, 2)
-
-
-def a_state(dtype=jnp.float32):
-    state = jmpx.optim.ema(0.9).init({"w": jnp.ones(2)})
-    return state._replace(average=jmpx.cast_tree(state.average, dtype))
-
-
-ema: Any = jmpx.optim.ema  # which is given what its types do not allow
-BAD = {
-    "decay of a percentage": (lambda: ema(99.9), ValueError, "at most 1 - 2.*got 99.9"),
-    "decay below 0": (lambda: ema(-0.1), ValueError, "got -0.1: give"),
-    "decay of 1": (lambda: ema(True), ValueError, "got 1.0: give"),
-    "bfloat16's 0.999": (lambda: ema(jnp.bfloat16(0.999)), ValueError, "got 1"),
-    "NaN": (lambda: ema(float("nan")), ValueError, "got nan"),
-    "structure": (lambda: ema(0.9).update({"v": 1}, a_state()), ValueError, "."),
-    "shape": (
-        lambda: ema(0.9).update({"w": jnp.ones((1, 2))}, a_state()),
-        ValueError,
-        r"average of float32\[1, 2\] in float32 and of its shape, got float32\[2\]: make",
-    ),
-    "average of 16 bits": (
-        lambda: ema(0.9).update({"w": jnp.ones(2)}, a_state(jnp.bfloat16)),
-        ValueError,
-        r"average of float32\[2\] in float32 .* got bfloat16\[2\]: make",
-    ),
-    "flag": (
-        lambda: ema(0.9).update({"w": jnp.ones(2)}, a_state(), 1),
-        TypeError,
-        "grads_finite",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_ends_with_one_sentence(name):
-    call, error, match = BAD[name]
-    with pytest.raises(error, match=match) as caught:
-        call()
-    assert str(caught.value).count(". ") == 0
+    nnx.update(model, averaged)
+    np.testing.assert_allclose(model.kernel[...], first * 1.5, rtol=1e-6)
