@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,19 +16,19 @@ from helpers.autocast import (
     check,
     check_sides,
     eleven,
+    rows,
     seven,
     together,
     values,
 )
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.scipy.special import xlogy
 
 import jmpx
 
 # Other tests are about this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
-
-# Derivatives that the user wrote.
 
 ACTIVATIONS = {
     "relu": (jax.nn.relu, 0.0),
@@ -90,33 +91,6 @@ def _(primals, tangents):
     return counted(n, x, w), (np.zeros((), jax.dtypes.float0), 13 * (dx @ w + x @ dw))
 
 
-CUSTOM_JVP = {
-    "two arguments": seven,
-    "nested": nested_seven,
-    "nondiff_argnums": lambda x, w: power_of(jnp.cos, 3, x, w),
-    "integers": lambda x, w: counted(jnp.array(3), x, w)[1],
-    "a traced integer": lambda x, w: counted(x[0, 0].astype(int), x, w)[1],
-    "in jit": jax.jit(seven),
-    "in checkpoint": jax.checkpoint(seven),
-    "in scan": lambda x, w: lax.scan(lambda c, _: (seven(c, w) / 7, None), x, None, length=2)[0],
-    "in cond": lambda x, w: lax.cond(x[0, 0] < 9, seven, lambda x, w: x, x, w),
-    "in vmap": lambda x, w: jax.vmap(seven, (0, None))(x[:, None], w),
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", CUSTOM_JVP)
-def test_custom_jvp_rules_are_used(pair, name):
-    check_sides(both, lambda x, w: CUSTOM_JVP[name](x, w).sum(), *pair)
-
-
-def test_second_derivatives_of_custom_jvp_rules(pair):
-    def jvp_of_gradients(f):
-        return lambda x, w: jax.jvp(both(f), (x, w), (w, x))
-
-    check_sides(jvp_of_gradients, lambda x, w: nested_seven(x, w).sum(), *pair)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def eleven_of(function, x, w, n):
     return function(x @ w) * n.astype(F32)
@@ -133,29 +107,49 @@ def thirteen(x, w):
     return x @ w, lambda g: (13 * g @ w.T, g)
 
 
+def in_scan(f):
+    return lambda x, w: lax.scan(lambda c, _: (f(c, w) / 7, None), x, None, length=2)[0]
+
+
+CUSTOM_JVP = {
+    "nested": jax.jit(nested_seven),
+    "nondiff_argnums": lambda x, w: power_of(jnp.cos, 3, x, w),
+    "a traced integer": lambda x, w: counted(x[0, 0].astype(int), x, w)[1],
+    "in checkpoint": jax.checkpoint(seven),
+    "in scan": in_scan(seven),
+    "in cond": lambda x, w: lax.cond(x[0, 0] < 9, seven, lambda x, w: x, x, w),
+    "in vmap": lambda x, w: jax.vmap(seven, (0, None))(x[:, None], w),
+}
 CUSTOM_VJP = {
-    "two arguments": eleven,
     "nondiff_argnums and integers": lambda x, w: eleven_of(jnp.cos, x, w, jnp.array(3)),
     "custom_gradient": thirteen,
-    "in jit": jax.jit(eleven),
-    "in checkpoint": jax.checkpoint(eleven),
-    "in scan": lambda x, w: lax.scan(lambda c, _: (eleven(c, w) / 7, None), x, None, length=2)[0],
-    "in vmap": lambda x, w: jax.vmap(eleven, (0, None))(x[:, None], w),
+    "in jit and checkpoint": jax.jit(jax.checkpoint(eleven)),
+    "in scan ": in_scan(eleven),
+    "in vmap ": lambda x, w: jax.vmap(eleven, (0, None))(x[:, None], w),
     "on a product": lambda x, w: eleven(jnp.tanh(x @ w), w) @ w,
 }
+CUSTOM = rows(
+    CUSTOM_JVP | CUSTOM_VJP,
+    *("nested", "a traced integer", "in cond", "nondiff_argnums and integers", "in scan "),
+)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", CUSTOM_VJP)
-def test_custom_vjp_rules_are_used(pair, name):
+@pytest.mark.parametrize("name", CUSTOM)
+def test_custom_rules_are_used(pair, name):
+    if name in CUSTOM_JVP:
+        check_sides(both, lambda x, w: CUSTOM_JVP[name](x, w).sum(), *pair)
+        return
     # The operations of a custom_vjp run in float32. Once JAX has differentiated it, it is gone, and
     # autocast outside of the gradient casts its operations as all others.
-    check_sides(
-        both,
-        lambda x, w: (CUSTOM_VJP[name](x, w) @ w).sum(),
-        *pair,
-        products=("bfloat16 float32", "bfloat16"),
-    )
+    f = lambda x, w: (CUSTOM_VJP[name](x, w) @ w).sum()  # noqa: E731
+    check_sides(both, f, *pair, products=("bfloat16 float32", "bfloat16"))
+
+
+def test_second_derivatives_of_custom_jvp_rules(pair):
+    def jvp_of_gradients(f):
+        return lambda x, w: jax.jvp(both(f), (x, w), (w, x))
+
+    check_sides(jvp_of_gradients, lambda x, w: nested_seven(x, w).sum(), *pair)
 
 
 def test_custom_vjp_runs_in_float32(pair):
@@ -210,23 +204,16 @@ def _(primals, tangents):
 BY_HAND = {
     "xlogy": xlogy,
     "hypot": jnp.hypot,
-    "logaddexp": jnp.logaddexp,
-    "where on tangents": chosen,
     "tangents in place": joined,
     "in jit": jax.jit(lambda h, p: jax.jit(chosen)(h, p)),
     "in scan": lambda h, p: lax.scan(lambda c, _: (xlogy(c, p) + h, c), h, None, length=2),
     "in checkpoint": jax.checkpoint(lambda h, p: chosen(xlogy(h, p), p)),
-    "in cond": lambda h, p: lax.cond(h[0, 0] > -9, chosen, lambda h, p: h, h, p),
     "in vmap": jax.vmap(lambda h, p: chosen(h[None], p[None])),
 }
 
 
-BY_HAND_OF = [(name, "c=f16") for name in BY_HAND]
-BY_HAND_OF += [(name, "c=bf16") for name in ("xlogy", "hypot", "where on tangents")]
-
-
-@functools.cache
-def of_rules_by_hand(policy):
+@pytest.mark.parametrize("policy", ["c=f16", pytest.param("c=bf16", marks=pytest.mark.thorough)])
+def test_custom_jvp_of_an_activation_and_a_parameter(policy):
     x, w, p = jnp.eye(3, dtype=F32) + 1, *normal(np.random.default_rng(4), 2, 3, 3)
     p = jnp.abs(p) + 0.5
 
@@ -238,30 +225,112 @@ def of_rules_by_hand(policy):
             leaves = jax.tree.leaves(BY_HAND[name](jnp.abs(x @ w) + 0.5, p))
             return sum((leaf**2).sum() for leaf in leaves)
 
-        transforms = both, forward
-        sides = [jmpx.autocast(transform(loss), policy) for transform in transforms]
-        sides += [transform(jmpx.autocast(loss, policy)) for transform in transforms]
-        return [f(x, p) for f in (*sides, *(transform(loss) for transform in transforms))]
+        cast = jmpx.autocast(loss, policy)
+        sides = jmpx.autocast(both(loss), policy), forward(cast), both(cast)
+        return [f(x, p) for f in (*sides, both(loss), forward(loss))]
 
-    names = [name for name, of_policy in BY_HAND_OF if of_policy == policy]
-    return together({name: functools.partial(sides_of, name) for name in names})
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("name, policy", BY_HAND_OF)
-def test_custom_jvp_of_an_activation_and_a_parameter(name, policy):
-    *got, slope, tangent = of_rules_by_hand(policy)[name]
-    assert_near(got, [slope, tangent] * 2, 1e-2 if policy == "c=f16" else 8e-2)
+    found = together({name: functools.partial(sides_of, name) for name in BY_HAND})
+    for *got, slope, tangent in found.values():
+        assert_near(got, [slope, tangent, slope], 1e-2 if policy == "c=f16" else 8e-2)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-def test_a_large_tangent_overflows(wrap):
+def test_a_large_tangent_overflows():
     x, h = activation([1.0, -1.0])
-    f = jmpx.autocast(wrap(lambda x, p: chosen(h(x), p)), "c=f16")
+    f = jmpx.autocast(jax.jit(jax.checkpoint(lambda x, p: chosen(h(x), p))), "c=f16")
 
     def slope(size):
         return jax.jvp(f, (x, jnp.ones_like(x)), (jnp.zeros_like(x), jnp.full_like(x, size)))[1]
 
     np.testing.assert_array_equal(slope(1e6), [[np.inf, np.inf]])
     np.testing.assert_array_equal(slope(1e3), [[1e3, 2e3]])
+
+
+# Symbolic zeros reach the user's rules, as without autocast.
+
+SEEN: list = []  # per call of a rule, which tangents are symbolic zeros
+
+
+def is_zero(tangent):
+    return type(tangent) is SymbolicZero
+
+
+@jax.custom_jvp
+def scaled(x, y, n):
+    return x * y * n.astype(F32), x + 1, n + 1
+
+
+def scaled_rule(primals, tangents):
+    SEEN.append(["scaled", *map(is_zero, tangents)])
+    (x, y, n), (dx, dy, _) = primals, tangents
+    terms = [t * other for t, other in ((dx, y), (dy, x)) if not is_zero(t)]
+    second = zero_from_primal(x, symbolic_zeros=True) if is_zero(dx) else dx
+    integer = np.zeros(n.shape, jax.dtypes.float0)
+    return scaled(*primals), (sum(terms) * n.astype(F32), second, integer)
+
+
+scaled.defjvp(scaled_rule, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def sine(x):
+    return jnp.sin(x)
+
+
+def sine_rule(primals, tangents):
+    SEEN.append(["sine", is_zero(tangents[0])])
+    return sine(*primals), 3 * jnp.cos(primals[0]) * tangents[0]  # 3: it is this rule that is used
+
+
+sine.defjvp(sine_rule, symbolic_zeros=True)
+
+
+@eqx.filter_custom_jvp
+def filtered(x, y, factor, *, nothing=None):
+    return x * y * factor
+
+
+@filtered.def_jvp
+def _(primals, tangents, *, nothing=None):
+    SEEN.append(["filtered", *(t is None for t in tangents)])
+    (x, y, factor), (dx, dy, _) = primals, tangents
+    terms = [t * other for t, other in ((dx, y), (dy, x)) if t is not None]
+    return x * y * factor, sum(terms) * factor
+
+
+def of_rules(x, y):
+    h = x @ jnp.eye(2, dtype=F32)
+    first, second, n = scaled(h, y, jnp.array(2))
+    return (first + sine(second) + filtered(h, y, 3.0, nothing=None) + n.astype(F32)).sum()
+
+
+SYMBOLIC = {
+    "x": jax.grad,
+    "neither": lambda f: jax.grad(lambda x, y: f(lax.stop_gradient(x), y), 0),
+    "jvp": lambda f: lambda x, y: jax.jvp(lambda y: f(x, y), (y,), (x,)),
+    "vmap": lambda f: lambda x, y: jax.vmap(jax.grad(f, 1))(x[None], y[None]),
+    "jit of checkpoint": lambda f: jax.grad(
+        lambda x, y: jax.jit(jax.checkpoint(lambda x, y: f(x, y)))(x, y), 1
+    ),
+    "scan": lambda f: jax.grad(
+        lambda x, y: lax.scan(lambda c, _: (c + f(x, y), None), F32.type(0), None, length=2)[0], 1
+    ),
+    "jvp of grad": lambda f: lambda x, y: jax.jvp(lambda y: jax.grad(f, 1)(x, y), (y,), (x,)),
+}
+
+
+@pytest.mark.parametrize("name", rows(SYMBOLIC, "x", "jit of checkpoint", "scan"))
+def test_symbolic_zeros_reach_the_rules(name):
+    x, y = jnp.full((2, 2), 0.5, F32), jnp.full((2, 2), 0.25, F32)
+
+    def results(wrap_f=lambda f: f, wrap_g=lambda f: f):
+        SEEN.clear()
+        f = SYMBOLIC[name](wrap_f(lambda x, y: of_rules(x, y)))
+        out = jax.jit(wrap_g(lambda x, y: f(x, y)))(x, y)
+        return out, list(SEEN)
+
+    expected, seen = results()
+    assert len(seen) > 0 or name == "neither"
+    for sides in ({"wrap_f": jmpx.autocast}, {"wrap_g": jmpx.autocast}):
+        got, found = results(**sides)
+        assert found == seen
+        assert_near(got, expected, 2e-2)

@@ -1,13 +1,14 @@
-"""Which operation runs in which dtype, on a product and beside one."""
+"""Which operation runs in which dtype, on a product and beside one, and what stays as traced."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F32, assert_same_bits, dtypes, normal
-from helpers.autocast import assert_ran, check_sides, whole
+from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal
+from helpers.autocast import assert_near, assert_ran, check_sides, dtypes_of, rows, values, whole
 from helpers.jaxprs import equations_of
 from jax import lax
+from jax.experimental import io_callback, pallas as pl
 
 import jmpx
 
@@ -66,21 +67,23 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.sampled(13)
+VALUES = [jax.nn.gelu, jnp.linalg.norm, jax.checkpoint(gate)]
+
+
 @pytest.mark.parametrize(
     "op, dtype", [(op, dtype) for dtype, ops in OPERATIONS.items() for op in ops]
 )
-def test_classes_of_operations(rng, op, dtype):
-    w, x = normal(rng, 3, 3), normal(rng, 3, 3)
+def test_classes_of_operations(pair, op, dtype):
+    f = lambda w, x: op(x @ w)  # noqa: E731
+    assert jax.eval_shape(jmpx.autocast(f, output=None), *pair).dtype == dtype
 
-    def f(w, x):
-        return op(x @ w)
 
-    result = jmpx.autocast(f, output=None)(w, x)
-    assert result.dtype == dtype
-    np.testing.assert_allclose(result.astype(jnp.float32), f(w, x), rtol=0.06, atol=0.06)
-    restored = jmpx.autocast(f)(w, x)
-    assert_same_bits(restored, result.astype(jnp.float32))
+@pytest.mark.parametrize("op", VALUES)
+def test_values_of_operations(pair, op):
+    f = lambda w, x: op(x @ w)  # noqa: E731
+    low = jmpx.autocast(f, output=None)(*pair)
+    np.testing.assert_allclose(low.astype(F32), f(*pair), rtol=0.06, atol=0.06)
+    assert_same_bits(jmpx.autocast(f)(*pair), low.astype(F32))
 
 
 def test_inputs_and_constants_yield_to_what_a_product_made(rng):
@@ -143,62 +146,49 @@ def convolve(h, x):
 
 
 # By name: a function of a product and an input, the operation to look at, and its dtypes.
+LOW, FULL = "bfloat16", "float32"
 EXACT = {
     "sort": (
         lambda h, x: lax.sort((h, x, jnp.arange(16).reshape(4, 4)), num_keys=1),
-        "sort",
-        "bfloat16 float32",
+        *("sort", "bfloat16 float32"),
     ),
-    "argsort": (lambda h, x: h + jnp.argsort(h).astype(F32), "sort", "bfloat16"),
-    "top_k": (lambda h, x: lax.top_k(h, 2), "top_k", "bfloat16"),
-    "argmax": (lambda h, x: (jnp.argmax(h, 1), h.max(0), h.min()), "argmax", "bfloat16"),
-    "set": (lambda h, x: h.at[1].set(x[0]), "scatter", "float32"),
-    "add": (lambda h, x: h.at[INDEX].add(x[:2]), "scatter_add", "float32"),
-    "multiply": (lambda h, x: x.at[INDEX].multiply(h[:2]), "scatter_mul", "float32"),
-    "max": (lambda h, x: h.at[INDEX].max(x[:2]), "scatter_max", "float32"),
-    "min": (lambda h, x: x.at[INDEX].min(h[:2]), "scatter_min", "float32"),
-    "gather": (lambda h, x: h[INDEX], "gather", "bfloat16"),
-    "dynamic_slice": (
-        lambda h, x: lax.dynamic_slice(h, (INDEX[1], 1), (2, 2)),
-        "dynamic_slice",
-        "bfloat16",
-    ),
+    "top_k": (lambda h, x: lax.top_k(h, 2), "top_k", LOW),
+    "argmax": (lambda h, x: (jnp.argmax(h, 1), h.max(0), h.min()), "argmax", LOW),
+    "set": (lambda h, x: h.at[1].set(x[0]), "scatter", FULL),
+    "add": (lambda h, x: h.at[INDEX].add(x[:2]), "scatter_add", FULL),
+    "multiply": (lambda h, x: x.at[INDEX].multiply(h[:2]), "scatter_mul", FULL),
+    "max": (lambda h, x: h.at[INDEX].max(x[:2]), "scatter_max", FULL),
+    "gather": (lambda h, x: h[INDEX], "gather", LOW),
+    "slice": (lambda h, x: lax.dynamic_slice(h, (INDEX[1], 1), (2, 2)), "dynamic_slice", LOW),
     "dynamic_update_slice": (
         lambda h, x: lax.dynamic_update_slice(x, h[:2], (1, INDEX[1])),
-        "dynamic_update_slice",
-        "bfloat16",
+        *("dynamic_update_slice", LOW),
     ),
-    "concatenate": (lambda h, x: jnp.concatenate([h, x]), "concatenate", "bfloat16"),
-    "pad": (lambda h, x: jnp.pad(h, 1), "pad", "bfloat16"),
-    "clip": (lambda h, x: jnp.clip(h, -2, x), "max", "bfloat16"),
-    "where": (lambda h, x: jnp.where(x > 0, h, x), "select_n", "bfloat16"),
-    "roll and flip": (lambda h, x: jnp.roll(h, 1)[::-1].T.reshape(2, 8), "rev", "bfloat16"),
-    "cumsum": (lambda h, x: jnp.cumsum(h, 0), "cumsum", "float32"),
-    "cumprod": (lambda h, x: jnp.cumprod(jnp.clip(h, -1, 1), 0), "cumprod", "float32"),
-    "cummax": (lambda h, x: lax.cummax(h), "cummax", "bfloat16"),
-    "max_pool": (lambda h, x: pool(h, -np.inf, lax.max), "reduce_window_max", "bfloat16"),
-    "avg_pool": (lambda h, x: pool(h, 0, lax.add), "reduce_window_sum", "float32"),
-    "convolution": (convolve, "conv_general_dilated", "bfloat16"),
-    "einsum": (lambda h, x: jnp.einsum("ij,kj->ik", h, x), "dot_general", "bfloat16"),
+    "concatenate": (lambda h, x: jnp.concatenate([h, x]), "concatenate", LOW),
+    "pad": (lambda h, x: jnp.pad(h, 1), "pad", LOW),
+    "clip": (lambda h, x: jnp.clip(h, -2, x), "max", LOW),
+    "where": (lambda h, x: jnp.where(x > 0, h, x), "select_n", LOW),
+    "roll and flip": (lambda h, x: jnp.roll(h, 1)[::-1].T.reshape(2, 8), "rev", LOW),
+    "cumsum": (lambda h, x: jnp.cumsum(h, 0), "cumsum", FULL),
+    "cumprod": (lambda h, x: jnp.cumprod(jnp.clip(h, -1, 1), 0), "cumprod", FULL),
+    "cummax": (lambda h, x: lax.cummax(h), "cummax", LOW),
+    "max_pool": (lambda h, x: pool(h, -np.inf, lax.max), "reduce_window_max", LOW),
+    "avg_pool": (lambda h, x: pool(h, 0, lax.add), "reduce_window_sum", FULL),
+    "convolution": (convolve, "conv_general_dilated", LOW),
+    "einsum": (lambda h, x: jnp.einsum("ij,kj->ik", h, x), "dot_general", LOW),
     "ragged_dot": (
         lambda h, x: lax.ragged_dot(h, jnp.stack([x, x.T]), jnp.array([1, 3])),
-        "ragged_dot_general",
-        "bfloat16",
+        *("ragged_dot_general", LOW),
     ),
-    "reduce by a function": (reduce_by_hand, "reduce", "float32"),
-    "associative_scan": (lambda h, x: lax.associative_scan(jnp.add, h), "add", "bfloat16"),
+    "reduce by a function": (reduce_by_hand, "reduce", FULL),
+    "associative_scan": (lambda h, x: lax.associative_scan(jnp.add, h), "add", LOW),
     "barrier": (
         lambda h, x: lax.optimization_barrier((h, x)),
-        "optimization_barrier",
-        "bfloat16 float32",
+        *("optimization_barrier", "bfloat16 float32"),
     ),
-    "bitcast": (
-        lambda h, x: lax.bitcast_convert_type(h, jnp.int32),
-        "bitcast_convert_type",
-        "float32",
-    ),
-    "nextafter": (lambda h, x: jnp.nextafter(h, x), "nextafter", "float32"),
-    "device_put": (lambda h, x: jax.device_put(h, jax.devices()[0]), "device_put", "bfloat16"),
+    "bitcast": (lambda h, x: lax.bitcast_convert_type(h, jnp.int32), "bitcast_convert_type", FULL),
+    "nextafter": (lambda h, x: jnp.nextafter(h, x), "nextafter", FULL),
+    "device_put": (lambda h, x: jax.device_put(h, jax.devices()[0]), "device_put", LOW),
 }
 # Operations whose derivatives are operations of another kind, so that gradients are compared too.
 DIFFERENTIATED = set(
@@ -209,10 +199,15 @@ DIFFERENTIATED = set(
 )
 
 
-@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", EXACT)
-def test_operations_on_products(rng, name):
+def test_dtypes_of_operations_on_products(pair, name):
     fn, operation, dtypes = EXACT[name]
+    assert_ran(jmpx.autocast(lambda x, w: fn(x @ w, x)), *pair, **{operation: dtypes})
+
+
+@pytest.mark.parametrize("name", rows(EXACT, "sort", "max", "gather", "ragged_dot"))
+def test_values_of_operations_on_products(rng, name):
+    fn, operation, _ = EXACT[name]
     args = whole(rng, 4, 4), whole(rng, 4, 4)
     weights = whole(rng, 64)
 
@@ -227,4 +222,206 @@ def test_operations_on_products(rng, name):
         return grad if operation in DIFFERENTIATED else lambda *args: f(*args)[1]
 
     check_sides(transform, f, *args, tolerance=0)
-    assert_ran(jmpx.autocast(lambda x, w: fn(x @ w, x)), *args, **{operation: dtypes})
+
+
+# Operations that run as they were traced: integers, keys, callbacks, kernels, references.
+
+
+def of_integers(x):
+    n = x.astype(int)
+    return n @ n, n // 2, n**2, n.sum(), n << 1, lax.dot(n, n, preferred_element_type=jnp.int32)
+
+
+def of_complex(x):
+    z = lax.complex(x, x)
+    return z @ z, jnp.exp(z), jnp.abs(z), z.real
+
+
+def of_fp8(x):
+    low = x.astype(jnp.float8_e4m3fn)
+    numbers = (((1,), (0,)), ((), ()))
+    mixed = lax.dot_general(low, x, numbers, preferred_element_type=F32)
+    return lax.dot_general(low, low, numbers, preferred_element_type=F32), mixed, low.astype(BF16)
+
+
+def of_16_bits(x, dtype):
+    h = x.astype(dtype)
+    wide = jnp.matmul(h, h, preferred_element_type=F32)
+    return jnp.tanh(h @ h).sum(), wide, jnp.einsum("ij,kj->ik", h, h, preferred_element_type=F32)
+
+
+def of_keys(key):
+    keys = jax.random.split(jax.random.fold_in(key, 7), 4)
+    return (
+        jax.random.normal(keys[0], (3,)),
+        jax.random.truncated_normal(keys[1], -1.0, 1.0, (3,)),
+        jax.random.gamma(keys[2], 2.0, (2,)),
+        jax.random.categorical(keys[3], jnp.arange(3.0, dtype=F32)),
+        jax.random.key_data(keys[0]),
+        jax.random.bits(key),
+    )
+
+
+UNTOUCHED = {
+    "integers": of_integers,
+    "complex": of_complex,
+    "fp8": of_fp8,
+    "bfloat16": lambda x: of_16_bits(x, BF16),
+    "float16": lambda x: of_16_bits(x, F16),
+    "bits": lambda x: (
+        lax.bitcast_convert_type(x, jnp.int32),
+        jnp.nextafter(x, 9.0),
+        lax.reduce_precision(x, 5, 3),
+    ),
+    "high on one side": lambda x: lax.dot(x, x, precision=("default", "highest")),
+    "an algorithm": lambda x: jnp.matmul(x, x, precision=lax.DotAlgorithmPreset.F32_F32_F32),
+    "a convolution": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME", "highest"),
+    "positions": lambda x: jnp.sin(jnp.einsum("i,j->ij", jnp.arange(4.0, dtype=F32), x[0])),
+    "keys": lambda x: of_keys(jax.random.key(3)),
+    "fft": lambda x: jnp.abs(jnp.fft.rfft(x)),
+}
+
+
+def steps(fn, *args):
+    """The operations of `fn(*args)` in order, with what they take and return.
+
+    Without casts to the same dtype, and calls, whose operations follow.
+    """
+    found = []
+    for eqn in equations_of(fn, *args):
+        avals = [str(v.aval).strip("~") for v in (*eqn.invars, *eqn.outvars)]
+        is_cast = eqn.primitive.name == "convert_element_type"
+        if eqn.primitive.name not in ("jit", "pjit") and not (is_cast and avals[0] == avals[1]):
+            found.append((eqn.primitive.name, *avals))
+    return found
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_operations_that_stay_as_they_are(pair, name):
+    x, w = pair
+    fn = UNTOUCHED[name]
+    cast = steps(jmpx.autocast(lambda x: (fn(x), w @ w)), x)
+    *plain, _ = steps(lambda x: (fn(x), w @ w), x)
+    assert cast[: len(plain)] == plain  # the same operations on the same values: the same bits
+    assert cast[len(plain) :] == [
+        ("convert_element_type", "float32[4,4]", "bfloat16[4,4]"),
+        ("dot_general", "bfloat16[4,4]", "bfloat16[4,4]", "bfloat16[4,4]"),
+        ("convert_element_type", "bfloat16[4,4]", "float32[4,4]"),
+    ]
+
+
+def test_float64_stays(rng):
+    def f(x):
+        h = jnp.tanh(x @ x)
+        scanned, _ = lax.scan(lambda c, _: (c @ x, None), x, None, length=2)
+        return h.sum(), (jnp.exp(h), scanned)
+
+    with enable_x64():
+        x = jnp.asarray(rng.normal(size=(3, 3)))
+        cast = jmpx.autocast(lambda x: (*f(x), x.astype(F32) @ x.astype(F32)))
+        assert_ran(cast, x, dot_general="bfloat16 float64", tanh="float64", exp="float64")
+        gradient = jax.grad(lambda x: cast(x)[:2], has_aux=True)
+        assert_same_bits(*(jax.jit(g)(x) for g in (gradient, jax.grad(f, has_aux=True))))
+
+
+def test_dropout_draws_the_same_mask(pair):
+    def f(key, x, w):
+        h = x @ w
+        keep = jax.random.bernoulli(key, 0.5, h.shape)
+        noise = jax.random.normal(key, h.shape)
+        return jnp.where(keep, h / 0.5, 0) + 0.1 * noise, keep, noise, jax.random.key_data(key)
+
+    cast = jmpx.autocast(f)
+    result, reference = values((jax.random.key(1), *pair), cast, f)
+    assert_same_bits(result[1:], reference[1:])
+    assert_near(result, reference)
+    assert_ran(cast, jax.random.key(1), *pair, dot_general="bfloat16")
+
+
+def assert_float32(x):
+    assert x.dtype == np.float32, f"the user's function was called with {x.dtype}"
+    return x
+
+
+def with_pallas(h):
+    def kernel(x_ref, o_ref):
+        assert x_ref.dtype == F32
+        o_ref[...] = x_ref[...] * 2
+
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(h.shape, F32), interpret=True)(h)
+
+
+def with_a_ref(h):
+    ref = jax.new_ref(h)
+    ref[0] += 2 * h[1]
+    ref[1, :2] = h[0, :2]
+    return ref[...] + h
+
+
+def with_refs_in_a_scan(h):
+    ref, count = jax.new_ref(jnp.zeros_like(h)), jax.new_ref(jnp.array(0))
+
+    def body(c, row):
+        ref[...] += row * c
+        count[...] += 1
+        return c @ jnp.eye(4, dtype=F32), row
+
+    c, rows = lax.scan(body, h, h)
+    return ref[...], count[...], c, rows
+
+
+def with_linear_call(h):
+    return jax.custom_derivatives.linear_call(lambda r, x: r @ x, lambda r, x: r.T @ x, h, h)
+
+
+def with_callbacks(h):
+    shape = jax.ShapeDtypeStruct(h.shape, F32)
+    h = jax.pure_callback(assert_float32, shape, h)
+    return io_callback(assert_float32, shape, h, ordered=True)
+
+
+AS_TRACED = {
+    "pallas": with_pallas,
+    "callbacks": with_callbacks,
+    "ref": with_a_ref,
+    "refs in a scan": with_refs_in_a_scan,
+    "linear_call": with_linear_call,
+}
+
+
+@pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
+@pytest.mark.parametrize("name", AS_TRACED)
+def test_what_keeps_its_dtypes_gets_float32(rng, name):
+    args = [jnp.clip(whole(rng, 4, 4), -1, 1) for _ in range(2)]
+    plain = lambda x, w: AS_TRACED[name](x @ w)  # noqa: E731
+    cast = jmpx.autocast(plain)
+    assert_same_bits(*values(args, cast, plain))
+    assert "bfloat16" in dtypes_of(cast, *args)["dot_general"]
+
+
+def test_effects_keep_their_order(pair, capsys):
+    seen, written = [], []
+
+    def f(x, w):
+        h = x @ w
+        jax.debug.callback(lambda v: seen.append(v.dtype.name), h, ordered=True)
+        io_callback(lambda v: written.append(v.dtype.name), None, h, ordered=True)
+
+        def body(c, n):
+            jax.debug.callback(lambda n: seen.append(int(n)), n, ordered=True)
+            return c @ w, None
+
+        h, _ = lax.scan(body, h, np.arange(3))
+        jax.debug.print("after {}", h.astype(int)[0, 0] * 0, ordered=True)
+        io_callback(lambda: written.append("end"), None, ordered=True)
+        return h
+
+    for g in (jax.jit(f), jmpx.autocast(f), jax.jit(jmpx.autocast(f))):
+        seen.clear()
+        written.clear()
+        jax.block_until_ready(g(*pair))
+        jax.effects_barrier()
+        assert seen == ["float32", 0, 1, 2]
+        assert written == ["float32", "end"]
+    assert capsys.readouterr().out == "after 0\n" * 3
+    assert_ran(jmpx.autocast(f), *pair, dot_general="bfloat16")

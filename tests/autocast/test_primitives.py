@@ -2,19 +2,23 @@
 
 import sys
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.extend.core.primitives
 import jax.extend.random
 import jax.lax.linalg
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import jmpx
-from jmpx._autocast import binding, neighbours, rules
+from jmpx._autocast import binding, neighbours, rules  # the registry is not public yet
 from jmpx._autocast.kinds import low, promote
 from jmpx._jaxprs.core import operation_name
+from jmpx._jaxprs.marks import Module, is_own_name
 
 # Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
 # 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
@@ -22,6 +26,8 @@ SINCE = {
     "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
     "0.12": "log2 one_minus_square polynomial",
 }
+
+
 BEFORE = {"0.12": "call closed_call"}
 
 
@@ -30,6 +36,8 @@ def version(text):
 
 
 LINES = ("0.7", "0.10", "0.12")
+
+
 THIS_LINE = version(jax.__version__)
 
 
@@ -47,25 +55,14 @@ def test_rules_are_for_primitives_that_this_line_of_jax_has():
     assert missing == set(" ".join(not_yet + no_more).split())
 
 
-def test_lines_of_jax_are_said_of_primitives_with_rules():
+def test_tables_name_primitives_with_rules():
     assert {*SINCE, *BEFORE} <= set(LINES)
     named = " ".join([*SINCE.values(), *BEFORE.values()]).split()
     assert len(named) == len(set(named))
-    assert {*named} <= {*rules.ENTRIES}
-
-
-NAMES = {
-    "producers": neighbours.CONSUMERS.keys(),
-    "consumers": set().union(*neighbours.CONSUMERS.values()),
-    "powers": neighbours.POWERS,
-    "choosers": neighbours.CHOOSERS,
-    "elementwise": binding.ELEMENTWISE,
-}
-
-
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_other_names_are_those_of_primitives_with_rules(names):
-    assert names and names <= {*rules.ENTRIES}
+    consumers = set().union(*neighbours.CONSUMERS.values())
+    others = neighbours.POWERS, neighbours.CHOOSERS, binding.ELEMENTWISE
+    for names in (named, neighbours.CONSUMERS.keys(), consumers, *others):
+        assert names and {*names} <= {*rules.ENTRIES}
 
 
 def test_a_primitive_has_one_rule():
@@ -74,7 +71,6 @@ def test_a_primitive_has_one_rule():
 
 
 double = Primitive("double-it")
-double.def_abstract_eval(lambda x: x)
 
 
 def dtype_of_double(policy="compute=bf16"):
@@ -141,3 +137,26 @@ def test_each_operation_of_jax_has_a_rule():
     assert len(found) > 150
     assert found - {*rules.ENTRIES} <= WITHOUT_RULE
     assert not WITHOUT_RULE & {*rules.ENTRIES}
+
+
+class Attending(nn.Dense):
+    pass
+
+
+# A module of a path, the name of a scope beside its mark, and whether its framework named it so.
+NAMES = [
+    ("net/block/linear", hk.Linear, "linear", True),
+    ("net/block/linear", hk.Linear, "block", False),
+    ("net/block/linear", hk.Linear, "Linear", True),
+    ("block/Dense_0", nn.Dense, "Dense_0.attend", True),
+    ("block/Dense_0", nn.Dense, "Dense_1.attend", False),
+    ("", Attending, "Attending", True),
+    ("", Attending, "Dense", True),
+    ("layers/0", eqx.nn.Linear, "eqx.nn.Linear", True),
+    ("layers/0", eqx.nn.Linear, "eqx.nn.Conv", False),
+]
+
+
+@pytest.mark.parametrize(("path", "cls", "name", "is_own"), NAMES)
+def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own):
+    assert is_own_name(Module(cls, path), name) == is_own

@@ -126,12 +126,8 @@ def test_collectives_of_vmap(pair):
 
 def test_sums_over_devices_run_in_float32(rng):
     """The result is rounded to the dtype of its operand: averaged gradients keep their digits."""
-    f = jax.shard_map(
-        lambda x: lax.psum(jnp.sin(x @ x), "d"),
-        mesh=make_mesh(size=8),
-        in_specs=P("d"),
-        out_specs=P(),
-    )
+    specs = {"mesh": make_mesh(size=8), "in_specs": P("d"), "out_specs": P()}
+    f = jax.shard_map(lambda x: lax.psum(jnp.sin(x @ x), "d"), **specs)
     f, x = jmpx.autocast(f, output=None), normal(rng, 24, 3)
     sums = [eqn for eqn in equations_of(f, x) if eqn.primitive.name.startswith("psum")]
     assert [var.aval.dtype for eqn in sums for var in eqn.invars] == [F32]
