@@ -1,12 +1,16 @@
-"""Numbers of a loss scale on their way: kept, restored, saved by Flax and Orbax."""
+"""Numbers of a loss scale on their way: kept, written as mappings, saved by Flax and Orbax."""
 
+import copy
 import dataclasses
+import json
+import math
 import pickle
 import textwrap
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import optax
 import pytest
@@ -14,18 +18,23 @@ from flax import serialization
 from flax.training.train_state import TrainState
 from helpers import assert_same_bits, run_python
 from helpers.training import LARGEST_SCALE, value
+from hypothesis import given, settings, strategies as st
 
 import jmpx
+
+Dynamic = jmpx.DynamicLossScale
 
 
 def test_numbers_are_kept_as_numpys_and_arrays_as_jaxs():
     for arguments in ((2**15, 3), (np.asarray(8.0), np.int64(1)), (np.float16(8), np.uint8(1))):
-        scale = jmpx.DynamicLossScale(*arguments)
+        scale = Dynamic(*arguments)
         for leaf, dtype in ((scale.loss_scale, np.float32), (scale.counter, np.int32)):
             assert type(leaf) is np.ndarray and leaf.shape == () and leaf.dtype == dtype
-    scale = jmpx.DynamicLossScale(jnp.float16(8), jnp.asarray(1))
+    assert {type(leaf) for leaf in jax.tree.leaves(jmpx.get_loss_scale("dynamic"))} == {np.ndarray}
+    scale = Dynamic(jnp.float16(8), jnp.asarray(1))
     assert isinstance(scale.loss_scale, jax.Array) and isinstance(scale.counter, jax.Array)
     assert isinstance(scale.adjust(True).loss_scale, jax.Array)
+    assert Dynamic(8.0, period=2) == Dynamic(jnp.float32(8), period=2)
 
 
 @pytest.mark.thorough
@@ -52,87 +61,202 @@ def test_no_backend_starts_before_a_step_runs():
     assert result.stdout == "3 16384.0\n"
 
 
-def step_of(loss_scale):
-    """A train step that counts how often it is traced."""
+COMPILERS = {
+    "donated": lambda step: jax.jit(step, donate_argnums=(0, 1)),
+    "filter_jit": eqx.filter_jit,
+}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_the_second_step_is_not_traced_anew(compiler):
     traces = []
 
     def step(loss_scale, w):
         traces.append(jax.tree.map(jax.typeof, loss_scale))
-        loss_scale, _, grads = jmpx.filter_grad(lambda w: (w**2).sum(), loss_scale, policy="c=f16")(
-            w
-        )
+        grad_fn = jmpx.filter_grad(lambda w: (w**2).sum(), loss_scale, policy="c=f16")
+        loss_scale, _, grads = grad_fn(w)
         return loss_scale, w - grads
 
-    return step, traces
-
-
-@pytest.mark.parametrize("compiler", ["jit", "donated", "filter_jit", "donated filter_jit"])
-def test_the_second_step_is_not_traced_anew(compiler, rng):
-    step, traces = step_of(jmpx.DynamicLossScale())
-    run = {
-        "jit": lambda: jax.jit(step),
-        "donated": lambda: jax.jit(step, donate_argnums=(0, 1)),
-        "filter_jit": lambda: eqx.filter_jit(step),
-        "donated filter_jit": lambda: eqx.filter_jit(step, donate="all"),
-    }[compiler]()
-    loss_scale, w = jmpx.DynamicLossScale(8.0, period=2), jnp.ones(3)
+    run = COMPILERS[compiler](step)
+    loss_scale, w = Dynamic(8.0, period=2), jnp.ones(3)
     for expected in (8, 16, 16, 32):
         loss_scale, w = run(loss_scale, w)
         assert value(loss_scale) == expected
     assert len(traces) == 1
-    assert jmpx.DynamicLossScale(8.0, period=2) == jmpx.DynamicLossScale(jnp.float32(8), period=2)
 
 
+def replicated(tree):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda _: sharding, tree)
+
+
+SCALES = {
+    "none": jmpx.NoOpLossScale(),
+    "static": jmpx.StaticLossScale(8),
+    "dynamic": Dynamic(2.0**12, 5, period=9),
+    "configured": Dynamic(0.5, 1, 3, 4, 0.125, 64.0, 0.5, 2),
+    "on a device": Dynamic(jnp.float32(2.0**12), jnp.int32(5), hysteresis=3).adjust(False),
+}
 TRIPS = {
-    "scan": lambda s: jax.lax.scan(lambda s, f: (s.adjust(f), None), s, jnp.ones(3, bool))[0],
-    "fori_loop": lambda s: jax.lax.fori_loop(0, 3, lambda _, s: s.adjust(True), s),
-    "cond": lambda s: jax.lax.cond(jnp.array(True), lambda s: s.adjust(True), lambda s: s, s),
-    "partition": lambda s: eqx.combine(*eqx.partition(s, eqx.is_array)),
-    "arithmetic": lambda s: jax.tree.map(lambda x: x * 1, s),
-    "device_put": lambda s: jax.device_put(s, jax.devices()[1]),
+    "jit": lambda s: jax.jit(lambda s: s)(s),
+    "vmap": lambda s: jax.tree.map(
+        lambda x: x[1],
+        jax.vmap(lambda s: s, axis_size=2)(jax.tree.map(lambda x: jnp.stack([x, x]), s)),
+    ),
+    "scan": lambda s: jax.lax.scan(lambda s, _: (s, None), s, None, length=2)[0],
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+    "deepcopy": copy.deepcopy,
+    "tree": lambda s: jax.tree.unflatten(jax.tree.structure(s), jax.tree.leaves(s)),
+    "tree.map": lambda s: jax.tree.map(lambda x: x * 1, s),
+    "device_put": lambda s: jax.device_put(s, jax.devices()[1]),
+    "replace": dataclasses.replace,
+    "partition": lambda s: eqx.combine(*eqx.partition(s, eqx.is_array)),
     "optax": lambda s: optax.tree_utils.tree_get({"scale": s}, "scale"),
-    "sharded": lambda s: jax.jit(
-        lambda s: s,
-        out_shardings=jax.tree.map(
-            lambda _: jax.sharding.NamedSharding(
-                jax.sharding.Mesh(jax.devices()[:2], "d"), jax.sharding.PartitionSpec()
-            ),
-            s,
-        ),
-    )(s),
+    "sharded": lambda s: jax.jit(lambda s: s, out_shardings=replicated(s))(s),
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("trip", TRIPS)
-def test_numpys_numbers_go_where_arrays_go(trip):
-    numbers = jmpx.DynamicLossScale(8.0, period=2)
-    arrays = jax.tree.map(jnp.asarray, numbers)
-    there, expected = TRIPS[trip](numbers), TRIPS[trip](arrays)
-    assert_same_bits(there, expected)
-    types = lambda tree: [jax.typeof(x) for x in jax.tree.leaves(tree)]  # noqa: E731
-    assert [t.weak_type for t in types(there)] == [False, False]
-    assert [(t.dtype, t.shape) for t in types(there)] == [(t.dtype, t.shape) for t in types(arrays)]
+def test_round_trips_keep_everything(trip):
+    for loss_scale in SCALES.values():
+        there = TRIPS[trip](loss_scale)
+        assert there == loss_scale and type(there) is type(loss_scale)
+        assert_same_bits(there, loss_scale)
+        assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(there))
+        assert repr(there.adjust(False)) == repr(loss_scale.adjust(False))
 
 
-# Flax
+def test_numpys_numbers_are_carries_and_branches():
+    numbers = Dynamic(8.0, period=2)
+    types = jax.tree.map(jax.typeof, numbers)
+    for run in (
+        lambda s: jax.lax.scan(lambda s, f: (s.adjust(f), None), s, jnp.ones(3, bool))[0],
+        lambda s: jax.lax.fori_loop(0, 3, lambda _, s: s.adjust(True), s),
+        lambda s: jax.lax.cond(jnp.array(True), lambda s: s.adjust(True), lambda s: s, s),
+    ):
+        there = jax.eval_shape(lambda run=run: run(numbers))  # closed over, as NumPy's
+        assert jax.tree.map(lambda x: (x.dtype, x.shape), there) == jax.tree.map(
+            lambda x: (x.dtype, x.shape), types
+        )
+
+
+# Mappings
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_mapping_is_plain_numbers(name):
+    saved = SCALES[name].to_dict()
+    assert all(type(each) in (str, int, float) for each in saved.values())
+    assert json.loads(json.dumps(saved)) == msgpack.unpackb(msgpack.packb(saved)) == saved
+    assert jmpx.get_loss_scale(saved) == SCALES[name]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(2.0**-126, 2.0**126, width=32),
+    st.integers(-(2**31 - 1), 2**31 - 1),
+    st.integers(1, 2**31 - 1),
+)
+def test_every_mapping_comes_back_to_the_bit(scale, counter, hysteresis):
+    saved = Dynamic(scale, counter, min_loss_scale=0, hysteresis=hysteresis)
+    assert_same_bits(jmpx.get_loss_scale(json.loads(json.dumps(saved.to_dict()))), saved)
+
+
+def test_a_resumed_run_takes_the_steps_of_the_unbroken_one(rng):
+    scale = unbroken = Dynamic(2.0**10, period=4, hysteresis=3)
+    for flag in map(bool, rng.random(30) < 0.7):
+        restored = jmpx.get_loss_scale(json.loads(json.dumps(scale.to_dict())))
+        scale, unbroken = restored.adjust(flag), unbroken.adjust(flag)
+        assert_same_bits(scale, unbroken)
+
+
+def written_in_jit(loss_scale):
+    seen = []
+    jax.eval_shape(lambda x: seen.append(str(loss_scale)) or x, 1)
+    return seen[0]
+
+
+def test_a_loss_scale_on_devices_is_written():
+    scale = Dynamic(1024, 3, period=5, hysteresis=2)
+    text = "dynamic,init=1024,period=5,hysteresis=2,counter=3"
+    sharded = jax.device_put(scale, replicated(scale))
+    for there in (scale, jax.tree.map(jnp.asarray, scale), sharded):
+        assert str(there) == text and jmpx.get_loss_scale(str(there)) == scale
+        assert there.to_dict()["counter"] == 3
+        assert written_in_jit(there) == text  # it comes from outside
+    beyond = jax.tree.unflatten(jax.tree.structure(scale), [jnp.float32(0.25), jnp.int32(0)])
+    assert str(beyond) == "dynamic,init=1,period=5,hysteresis=2"  # what it counts as
+
+
+def donated():
+    scale = jax.tree.map(jnp.asarray, Dynamic())
+    jax.jit(lambda s: s.adjust(True), donate_argnums=0)(scale)
+    return scale
+
+
+OPAQUE = {
+    "shape": lambda: jax.eval_shape(lambda s: s, Dynamic()),
+    "sharding": lambda: replicated(Dynamic()),
+    "axes": lambda: jax.tree.map(lambda _: 0, Dynamic()),
+    "none": lambda: jax.tree.map(lambda _: None, Dynamic()),
+    "word": lambda: jax.tree.map(lambda _: "x", Dynamic()),
+    "batch": lambda: jax.vmap(Dynamic)(jnp.array([2.0, 4.0])),
+    "nan": lambda: dataclasses.replace(Dynamic(), loss_scale=np.float32(math.nan)),
+    "donated": donated,
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_leaves_that_are_no_numbers_are_written_by_repr(name):
+    loss_scale = OPAQUE[name]()
+    with pytest.raises(TypeError, match="^Expected loss_scale of the loss scale to be ") as error:
+        loss_scale.to_dict()
+    assert "finite, got nan" in str(error.value) or "outside of jax.jit" in str(error.value)
+    if name != "donated":
+        assert str(loss_scale) == repr(loss_scale) and "DynamicLossScale(" in str(loss_scale)
+    if name != "nan":
+        with pytest.raises(TypeError, match="^Expected loss_scale of the loss scale to be one"):
+            jmpx.MixedPrecision("f16", loss_scale)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad, jax.checkpoint])
+def test_traced_leaves_are_written_by_repr(transform):
+    seen = []
+
+    def loss(x):
+        scale = Dynamic(x)
+        for use in (scale.to_dict, lambda: jmpx.MixedPrecision("f16", scale)):
+            with pytest.raises(TypeError, match="Expected loss_scale of .* to be one number"):
+                use()
+        seen.append((str(scale), repr(scale)))
+        return x
+
+    transform(loss)(jnp.ones(2) if transform is jax.vmap else 2.0)
+    ((text, written),) = seen
+    assert text == written and "Trace" in text
+
+
+# Flax and Orbax
 
 
 SAVED = {
-    "no-op": (jmpx.NoOpLossScale(), jmpx.NoOpLossScale()),
-    "static": (jmpx.StaticLossScale(8), jmpx.StaticLossScale(8)),
+    "no-op": (jmpx.NoOpLossScale(), jmpx.NoOpLossScale(), "TrainState"),
+    "static": (jmpx.StaticLossScale(8), jmpx.StaticLossScale(8), "optax state"),
     "dynamic": (
-        jmpx.DynamicLossScale(2.0**12, 5, period=9, min_loss_scale=0.25),
-        jmpx.DynamicLossScale(period=9, min_loss_scale=0.25),
+        Dynamic(2.0**12, 5, period=9, min_loss_scale=0.25),
+        Dynamic(period=9, min_loss_scale=0.25),
+        "dict",
     ),
     "dynamic, on a device": (
-        jax.tree.map(jnp.asarray, jmpx.DynamicLossScale(2.0**12, 5)),
-        jmpx.DynamicLossScale(),
+        jax.tree.map(jnp.asarray, Dynamic(2.0**12, 5)),
+        Dynamic(),
+        "TrainState",
     ),
     "into another configuration": (
-        jmpx.DynamicLossScale(2.0**12, 5),
-        jmpx.DynamicLossScale(1.0, period=3, max_loss_scale=2.0**10),
+        Dynamic(2.0**12, 5),
+        Dynamic(1.0, period=3, max_loss_scale=2.0**10),
+        "optax state",
     ),
 }
 
@@ -157,10 +281,9 @@ def scaling_of(state):
     return state[1] if isinstance(state, tuple) else state.scaling
 
 
-@pytest.mark.parametrize("holder", ["dict", "optax state", "TrainState"])
 @pytest.mark.parametrize("name", SAVED)
-def test_flax_saves_and_restores_a_state_with_a_loss_scale(name, holder):
-    saved, template = SAVED[name]
+def test_flax_saves_and_restores_a_state_with_a_loss_scale(name):
+    saved, template, holder = SAVED[name]
     state = state_with(saved, holder)
     if holder == "TrainState":  # its class is made anew
         target = state.replace(scaling=template)  # pyright: ignore[reportAttributeAccessIssue]
@@ -171,68 +294,89 @@ def test_flax_saves_and_restores_a_state_with_a_loss_scale(name, holder):
     for restored in (as_bytes, as_dict):
         there = scaling_of(restored)
         assert type(there) is type(saved)
-        if isinstance(saved, jmpx.DynamicLossScale):
+        if isinstance(saved, Dynamic):
             expected = min(value(saved), template.max_loss_scale or LARGEST_SCALE)
             assert (value(there), int(there.counter)) == (expected, 5)
-            assert dataclasses.replace(there, loss_scale=1.0, counter=0) == dataclasses.replace(
-                template, loss_scale=1.0, counter=0
-            )
+            assert jax.tree.structure(there) == jax.tree.structure(template)
         else:
             assert there == template
         there.adjust(True)
 
 
-def test_flax_refuses_what_is_no_state_of_a_loss_scale():
-    with pytest.raises(ValueError, match=r"state of a NoOpLossScale to hold \[\], got"):
-        serialization.from_state_dict(jmpx.NoOpLossScale(), {"counter": 0})
-    with pytest.raises(ValueError, match="state of a DynamicLossScale to hold"):
-        serialization.from_state_dict(jmpx.DynamicLossScale(), {"scale": 1.0, "counter": 0})
+def test_flax_restores_into_the_kind_that_was_saved_alone():
+    for saved in SCALES.values():
+        for template in SCALES.values():
+            saved_bytes = serialization.to_bytes({"s": saved})
+            if isinstance(saved, Dynamic) == isinstance(template, Dynamic):
+                restored = serialization.from_bytes({"s": template}, saved_bytes)
+                assert jax.tree.structure(restored["s"]) == jax.tree.structure(template)
+                continue
+            with pytest.raises(ValueError, match="to hold .* of another loss scale or program"):
+                serialization.from_bytes({"s": template}, saved_bytes)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "imports",
     [
-        "import jmpx, flax",  # jmpx first, and no adapter
-        "import flax, jmpx",
-        "import jmpx; jmpx.StaticLossScale(8); import flax.nnx",
-        "import jmpx; early = jmpx.DynamicLossScale(8).adjust(True); import flax",
+        "import jmpx; early = jmpx.DynamicLossScale(8).adjust(True); import flax",  # no adapter
+        """import flax.serialization, jmpx
+        flax.serialization.register_serialization_state(
+            jmpx.DynamicLossScale, lambda s: {"mine": s.loss_scale}, lambda s, d: s
+        )  # stays as it is
+        assert list(flax.serialization.to_state_dict(jmpx.DynamicLossScale())) == ["mine"]""",
     ],
 )
 def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
     code = f"""
         {imports}
         from flax import serialization
-        scale = globals().get("early", jmpx.StaticLossScale(8)).adjust(True)
-        assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
-        assert isinstance(serialization.to_state_dict(scale), dict)
+        for scale in (globals().get("early", jmpx.NoOpLossScale()), jmpx.StaticLossScale(8)):
+            assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
+            assert isinstance(serialization.to_state_dict(scale), dict)
     """
     result = run_python("-c", textwrap.dedent(code))
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.thorough
-def test_a_registration_of_the_users_own_stays():
-    code = """
-        import flax.serialization, jmpx
-        flax.serialization.register_serialization_state(
-            jmpx.DynamicLossScale, lambda s: {"mine": s.loss_scale}, lambda s, d: s
-        )
-        assert list(flax.serialization.to_state_dict(jmpx.DynamicLossScale())) == ["mine"]
-    """
-    result = run_python("-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
+def restored_by_flax(saved, template):
+    return serialization.from_bytes(template, serialization.to_bytes(saved))
+
+
+def restored_by_leaves(saved, template):
+    leaves = map(np.asarray, jax.tree.leaves(saved))
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+@pytest.mark.parametrize("restore", [restored_by_flax, restored_by_leaves])
+def test_a_checkpoint_restores_the_row_into_a_template(restore):
+    saved = Dynamic(64.0, period=5, hysteresis=3).adjust(False).adjust(False)
+    assert int(saved.counter) == -2
+    for hysteresis in (2, 3, 4):
+        restored = restore(saved, Dynamic(period=7, hysteresis=hysteresis))
+        assert (restored.period, restored.hysteresis) == (7, hysteresis)
+        after = restored.adjust(False)
+        assert value(after) == (64 if hysteresis == 4 else 32)
+        assert int(after.counter) == max(-3, 1 - hysteresis)
+        assert int(restored.adjust(True).counter) == 1
+    without = restore(saved, Dynamic())
+    assert value(without.adjust(False)) == 32 and int(without.adjust(False).counter) == 0
+    grown = restore(Dynamic(64.0, 7, period=10), Dynamic(period=5)).adjust(True)
+    assert (value(grown), grown.counter) == (128, 0)  # 7 steps are more than the new period
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
 def test_orbax_saves_numpys_numbers_and_restores_into_them(tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
-    fresh = jmpx.DynamicLossScale(2.0**12, 3, period=5)
+    fresh = Dynamic(2.0**12, 3, period=5, hysteresis=3)
+    saved = {"fresh": fresh, "stepped": fresh.adjust(False)}
     with checkpoint.StandardCheckpointer() as checkpointer:
-        for name, saved in {"fresh": fresh, "stepped": fresh.adjust(True)}.items():
-            checkpointer.save(tmp_path / name, {"scale": saved})
-            checkpointer.wait_until_finished()
-            template = {"scale": jmpx.DynamicLossScale(period=7)}
-            restored = checkpointer.restore(tmp_path / name, template)["scale"]
-            assert (value(restored), restored.counter, restored.period) == (4096, saved.counter, 7)
-            assert restored.adjust(False).loss_scale == 2048
+        checkpointer.save(tmp_path / "scales", saved)
+        checkpointer.wait_until_finished()
+        template = {name: Dynamic(period=7, hysteresis=3) for name in saved}
+        restored = checkpointer.restore(tmp_path / "scales", template)
+    for name, there in restored.items():
+        assert (value(there), there.period) == (4096, 7)
+        assert there.counter == saved[name].counter and there.counter.dtype == jnp.int32
+    second = restored["stepped"].adjust(False)
+    assert [value(second), value(second.adjust(False))] == [4096, 2048]
