@@ -1,77 +1,59 @@
 """A batch's sharding: gradients of groups of examples under `jax.jit`, averaged by the policy."""
 
-import collections
 import contextlib
+from typing import Any
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
-from helpers.groups import (
-    EXAMPLES,
-    assert_near,
-    in_float64,
-    jitted,
-    make_mesh,
-    over,
-    value_and_grad,
-)
+from flax import nnx
+from helpers import assert_same_bits, normal
+from helpers.groups import EXAMPLES, assert_near, in_float64, make_mesh, over
 from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
+
+NO_SCALE = jmpx.NoOpLossScale()
+EIGHT = jmpx.Batch(sharding=over(8))
+
+
+def groups_of(sharding, **options):
+    """Options of a gradient function in float32."""
+    return {"policy": "c=f32", "batch": jmpx.Batch(sharding=sharding, **options)}
+
 
 # Values
 
 
-MESHES = {
-    "8": ((8,), P("data")),
-    "4 x 2": ((4, 2), P("data")),
-    "2 x 3": ((2, 3), P("data")),
-    "3": ((3,), P("data")),
-    "1": ((1,), P("data")),
-    "both axes": ((4, 2), P(("data", "model"))),
-    "the second axis": ((4, 2), P("model")),
-    "other dimensions": ((4, 2), P("data", None)),
-}
-SHARDS = {
-    "copies": {"w": P(), "b": P()},
-    "fsdp": {"w": P("data"), "b": P()},
-    "columns": {"w": P(None, "data"), "b": P("data")},
-    "tensor parallel": {"w": P(None, "model"), "b": P("model")},
-}
+COPIES = {"w": P(), "b": P()}
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("mesh", "scale"), [*((mesh, "Dynamic") for mesh in MESHES), ("8", "NoOp"), ("8", "Static")]
+    ("sizes", "spec", "shards", "scale"),
+    [
+        ((8,), P("data"), COPIES, "NoOp"),
+        ((4, 2), P(("data", "model")), COPIES, "Dynamic"),
+        ((2, 3), P("model", None), COPIES, "Static"),
+        ((3,), P("data"), {"w": P("data"), "b": P()}, "NoOp"),
+        ((3,), P("data"), {"w": P(None, "data"), "b": P("data")}, "Dynamic"),
+        ((2, 3), P("data"), {"w": P(None, "model"), "b": P("model")}, "Static"),
+    ],
 )
-def test_values_against_float64(mesh, scale, rng):
-    sizes, spec = MESHES[mesh]
+def test_values_against_float64(sizes, spec, shards, scale, rng):
+    mesh, here = make_mesh(*sizes), scale == "Dynamic"
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
-    sharding = NamedSharding(make_mesh(*sizes), spec)
-    result = jitted(batch={"sharding": sharding}, scaling=LOSS_SCALES[scale]())(params, x)
+    put = {name: NamedSharding(mesh, each) for name, each in shards.items()}
+    args = jax.device_put(params, put), jax.device_put(x, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh) if here else contextlib.nullcontext():
+        options = groups_of(spec if here else NamedSharding(mesh, spec))
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[scale](), **options)
+        result = jax.jit(grad_fn)(*args)
     assert result.grads_finite and result.value.shape == ()
-    assert_near(result, in_float64(params, x))
-
-
-def test_it_runs_without_jit(rng):
-    params, x = make_params(rng), normal(rng, EXAMPLES, 6)
-    assert_near(value_and_grad()(params, x), in_float64(params, x))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("how", ["named", "set_mesh"])
-def test_sharded_parameters(how, shards, rng):
-    mesh = make_mesh(3, 1) if shards == "tensor parallel" else make_mesh(3)
-    params, x = make_params(rng), normal(rng, EXAMPLES, 6)
-    put = {name: NamedSharding(mesh, spec) for name, spec in SHARDS[shards].items()}
-    args = jax.device_put(params, put), jax.device_put(x, NamedSharding(mesh, P("data")))
-    with contextlib.nullcontext() if how == "named" else jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, P("data")) if how == "named" else P("data")
-        result = jitted(batch={"sharding": sharding})(*args)
     assert_near(result, in_float64(params, x))
 
 
@@ -81,31 +63,28 @@ def test_an_explicit_mesh_through_auto_axes(how, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     spec = P("data") if how == "spec" else NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        grad_fn = value_and_grad(batch={"sharding": spec})
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, NO_SCALE, **groups_of(spec))
         run = jax.sharding.auto_axes(
             lambda *args: tuple(grad_fn(*args))[::3], out_sharding=(P(), {"w": P(), "b": P()})
         )
         value, grads = jax.jit(run)(params, jax.device_put(x, NamedSharding(mesh, P("data"))))
-    assert_near(
-        jmpx.types.ValueAndGradients(value, jmpx.NoOpLossScale(), value, grads),
-        in_float64(params, x),
-    )
+    result = jmpx.types.ValueAndGradients(value, NO_SCALE, value, grads)
+    assert_near(result, in_float64(params, x))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("argnums", [1, -2, (1, 2), [2, 1], (1, -1)])
+@pytest.mark.parametrize("argnums", [-2, (1, 2), [2, 1]])
 def test_which_arguments_are_split(argnums, rng):
-    params, x, y = make_params(rng), normal(rng, EXAMPLES, 6), normal(rng, EXAMPLES, 3)
     shapes = []
 
     def loss(params, x, y, *, scale):
         shapes.append((x.shape, y.shape, scale.shape))
         return loss_fn(params, x) + 0 * y.sum() * scale.sum()
 
-    grad_fn = value_and_grad(loss, batch={"argnums": argnums})
-    assert_near(grad_fn(params, x, y, scale=jnp.ones(EXAMPLES)), in_float64(params, x))
-    whole = argnums in (1, -2)
-    assert shapes == [((3, 6), (EXAMPLES if whole else 3, 3), (EXAMPLES,))]
+    grad_fn = jmpx.filter_grad(loss, NO_SCALE, **groups_of(over(8), argnums=argnums))
+    params, x, y = make_params(rng), normal(rng, EXAMPLES, 6), normal(rng, EXAMPLES, 3)
+    jax.eval_shape(lambda *args: grad_fn(*args, scale=jnp.ones(EXAMPLES)).grads, params, x, y)
+    # The function is traced once.
+    assert shapes == [((3, 6), (EXAMPLES if argnums == -2 else 3, 3), (EXAMPLES,))]
 
 
 def test_by_default_keys_numbers_and_keyword_arguments_go_whole(rng, key):
@@ -114,23 +93,44 @@ def test_by_default_keys_numbers_and_keyword_arguments_go_whole(rng, key):
 
     def loss(params, batch, key, number, *, scale):
         seen.append((batch["x"].shape, batch["keys"].shape, key.shape, number, scale.shape))
-        return loss_fn(params, batch["x"]) + jax.random.normal(key) * number
+        aux = {"rows": batch["x"][:, 0], "same": jnp.ones(2), "n": 3, "name": "aux", "f": max}
+        return loss_fn(params, batch["x"]) + jax.random.normal(key) * number, {**aux, "none": None}
 
     batch = {"x": x, "keys": jax.random.split(key, EXAMPLES), "none": None, "text": "unread"}
-    result = value_and_grad(loss)(params, batch, key, 0, scale=jnp.ones(()))
-    assert_near(result, in_float64(params, x))
+    grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, has_aux=True, **groups_of(over(8)))
+    result = grad_fn(params, batch, key, 0, scale=jnp.ones(()))
+    value, aux = result.value
+    assert_near(result._replace(value=value), in_float64(params, x))
     assert seen == [((3, 6), (3,), (), 0, ())]
+    # Aux gets an axis of groups.
+    np.testing.assert_array_equal(aux.pop("rows"), x.reshape(8, 3, 6)[:, :, 0])
+    np.testing.assert_array_equal(aux.pop("same"), np.ones((8, 2)))
+    assert aux == {"n": 3, "name": "aux", "none": None, "f": max}
+
+
+def test_an_error_of_the_function_is_its_own(rng):
+    loss = lambda params, x: jax.vmap(lambda x: x, out_axes=None)(x).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="out_axes") as error:
+        jmpx.filter_grad(loss, NO_SCALE, **groups_of(over(8)))(make_params(rng), jnp.ones((8, 6)))
+    assert "sharding" not in str(error.value)
 
 
 # The sum
 
 
+def linear(w, x):
+    return (w * x.mean(0)).sum()
+
+
+def summed_in(reduce):
+    options = {"policy": f"c=f32,r={reduce}", "batch": EIGHT}
+    return jax.jit(jmpx.filter_grad(linear, NO_SCALE, **options))
+
+
 @pytest.mark.parametrize(("reduce", "divisor"), [("bfloat16", 1), ("float16", 8)])
 def test_a_sum_in_fewer_bits_is_rounded_to_them(reduce, divisor, rng):
-    loss = lambda w, x: (w * x.mean(0)).sum()  # noqa: E731
     x = jnp.asarray(rng.integers(1, 2**15, (8, 50)), jnp.float32)
-    exact = jitted(loss)(jnp.ones(50), x).grads
-    rounded = jitted(loss, policy=f"c=f32,r={reduce}")(jnp.ones(50), x).grads
+    exact, rounded = (summed_in(r)(jnp.ones(50), x).grads for r in ("float32", reduce))
     sums = rounded * (8 / divisor)
     assert (sums == sums.astype(reduce).astype(jnp.float32)).all() and (rounded != exact).any()
     np.testing.assert_allclose(rounded, exact, rtol=8 * float(jnp.finfo(reduce).eps))
@@ -138,36 +138,24 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(reduce, divisor, rng):
 
 
 def test_a_float16_sum_overflows_only_where_the_mean_does(rng):
-    loss = lambda w, x: (w * x.mean(0)).sum()  # noqa: E731
     x = jnp.asarray(rng.uniform(3e4, 6e4, (8, 3)), jnp.float32)  # sums to over 2e5
-    grad_fn = jitted(loss, policy="c=f32,r=f16")
+    grad_fn = summed_in("float16")
     fine, beyond = grad_fn(jnp.ones(3), x), grad_fn(jnp.ones(3), 4 * x)
     assert fine.grads_finite and not beyond.grads_finite
     np.testing.assert_allclose(fine.grads, x.mean(0), rtol=8 * 2.0**-11)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["c=f16", "c=f16,r=f16", "c=bf16,r=f32"])
-def test_an_overflow_in_one_group_skips_the_step_for_all(policy, rng):
-    params, x = make_params(rng), normal(rng, 8, 6)
-    scaling = jmpx.DynamicLossScale(2.0**10)
-    grad_fn = jitted(policy=policy, scaling=scaling)
-    good = grad_fn(params, x)
-    assert good.grads_finite and good.scaling.counter == 1
-    for group in range(8):
-        bad = grad_fn(params, x.at[group, 0].set(jnp.inf))
-        assert not bad.grads_finite and bad.grads_finite.shape == ()
-        assert bad.scaling.loss_scale == 2.0**9 and bad.scaling.counter == 0
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["c=f16", "c=bf16,reduce=bfloat16", "c=f16,reduce=float16"])
-def test_the_mean_is_that_of_a_loop_over_the_groups(policy, rng):
+@pytest.mark.parametrize(
+    ("compute", "reduce"), [("c=f16", None), ("c=bf16", "bfloat16"), ("c=f16", "float16")]
+)
+def test_the_mean_is_that_of_a_loop_over_the_groups(compute, reduce, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
-    scaling, (compute, _, reduce) = jmpx.DynamicLossScale(2.0**8), policy.partition(",reduce=")
-    result = jitted(policy=policy, scaling=scaling)(params, x)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy=compute)
-    alone = jax.jit(lambda *args: grad_fn(*args))
+    scaling = jmpx.DynamicLossScale(2.0**8)
+    options = {"policy": compute if reduce is None else f"{compute},r={reduce}", "batch": EIGHT}
+    grad_fn = jax.jit(jmpx.filter_value_and_grad(loss_fn, scaling, **options))
+    result = grad_fn(params, x)
+    assert result.grads_finite and result.scaling.counter == 1
+    alone = jax.jit(jmpx.filter_value_and_grad(loss_fn, scaling, policy=compute))
     each = [alone(params, part) for part in x.reshape(8, 3, 6)]
     mean = jax.tree.map(lambda *parts: np.mean(np.stack(parts), 0), *each)
     sizes = jax.tree.map(lambda *parts: np.abs(np.stack(parts)).mean(0), *each).grads
@@ -175,46 +163,119 @@ def test_the_mean_is_that_of_a_loop_over_the_groups(policy, rng):
     tolerance = 8 * float(jnp.finfo(reduce).eps) if reduce else 1e-5
     for name, grad in result.grads.items():
         assert (np.abs(grad - mean.grads[name]) <= tolerance * sizes[name]).all()
+    for group in range(8):  # an overflow in one skips the step for all
+        bad = grad_fn(params, x.at[3 * group, 0].set(jnp.inf))
+        assert not bad.grads_finite and bad.grads_finite.shape == ()
+        assert bad.scaling.loss_scale == 2.0**7 and bad.scaling.counter == 0
 
 
 def test_without_mixed_precision_the_mean_is_plain(rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
-    result = jitted(use_mixed_precision=False, policy=None)(params, x)
+    options = {"use_mixed_precision": False, "batch": EIGHT}
+    result = jax.jit(mpx.filter_value_and_grad(loss_fn, NO_SCALE, **options))(params, x)
     assert_near(result, in_float64(params, x))
 
 
-# What else comes back
+# Model state
+
+
+def test_state_is_averaged_and_equal_state_keeps_its_bits(rng):
+    devices, params, x = 6, make_params(rng), normal(rng, EXAMPLES, 6)
+    largest = np.finfo(np.float32).max
+    state = {
+        "mean": normal(rng, 6),
+        "kept": jnp.asarray([*rng.normal(size=99), -0.0, largest, -largest, np.inf], jnp.float32),
+        "decayed": jnp.float32(rng.uniform()),
+        "half": normal(rng, 6).astype(jnp.bfloat16),
+        "count": jnp.int32(3),
+        "flag": jnp.array(True),
+        "complex": jnp.complex64(1 + 2j),
+        "key": jax.random.key(3),
+        "name": "state",
+    }
+
+    def loss(params, state, x):
+        new = {
+            **state,
+            "mean": 0.9 * state["mean"] + 0.1 * x.mean(0),
+            "decayed": state["decayed"] * 0.9,
+            "half": (state["half"].astype(jnp.float32) + x.mean(0)).astype(jnp.bfloat16),
+            "count": state["count"] + 1,
+        }
+        return loss_fn(params, x), (new, x)
+
+    options = {"has_aux": True, "state_argnum": 1, **groups_of(over(devices))}
+    grad_fn = eqx.filter_jit(jmpx.filter_value_and_grad(loss, NO_SCALE, **options))
+    (_, (new, other)), *_ = grad_fn(params, state, x)
+    assert other.shape == (devices, EXAMPLES // devices, 6)
+    wide = np.asarray(state["mean"], np.float64) * 0.9 + 0.1 * np.asarray(x, np.float64).mean(0)
+    np.testing.assert_allclose(new.pop("mean"), wide, rtol=1e-5, atol=1e-6)
+    half = new.pop("half")
+    assert half.dtype == jnp.bfloat16
+    expected = state["half"].astype(np.float32) + x.mean(0)
+    np.testing.assert_allclose(half.astype(np.float32), expected, atol=0.03)
+    assert new.pop("name") == "state"
+    assert (jax.random.key_data(new.pop("key")) == jax.random.key_data(state["key"])).all()
+    same = {name: state[name] for name in ("kept", "flag", "complex")}
+    changed = {"decayed": state["decayed"] * 0.9, "count": jnp.int32(4)}
+    assert_same_bits(new, {**same, **changed})
+
+
+def assert_means(got, parts, tolerance):
+    for a, *b in zip(*map(jax.tree.leaves, (got, *parts)), strict=True):
+        np.testing.assert_allclose(a, np.mean(np.stack(b), 0), rtol=tolerance, atol=1e-6)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.inner(x)))
 
 
 @pytest.mark.thorough
-def test_aux_gets_an_axis_of_groups(rng):
-    params, x = make_params(rng), normal(rng, EXAMPLES, 6)
+@pytest.mark.versions
+def test_statistics_and_random_streams_of_nnx(rng):
+    x = normal(rng, EXAMPLES, 6)
+    with jax.numpy_dtype_promotion("standard"):
+        loss = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()  # noqa: E731
+        models = [Net(nnx.Rngs(0)) for _ in range(5)]
+        options = groups_of(over(4), microbatches=3)
+        grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, **options)
+        result = nnx.jit(grad_fn)(models[0], x)
+        options["batch"] = jmpx.Batch(microbatches=3)
+        alone = nnx.jit(jmpx.filter_value_and_grad(loss, NO_SCALE, **options))
+        each = [alone(m, part) for m, part in zip(models[1:], x.reshape(4, 6, 6), strict=True)]
+    assert_means((result.value, result.grads), [(one.value, one.grads) for one in each], 1e-5)
+    statistics = [nnx.state(model, nnx.BatchStat) for model in models]
+    assert_means(statistics[0], statistics[1:], 1e-5)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(statistics)} == {"float32"}
+    streams: Any = models[0].dropout.rngs
+    assert streams.count[...] == 3
 
-    def loss(params, x):
-        aux = {"rows": x[:, 0], "sum": x.sum(), "same": jnp.ones(2), "n": 3, "name": "aux"}
-        return loss_fn(params, x), {**aux, "none": None, "f": max}
 
-    (value, aux), *_ = value_and_grad(loss, has_aux=True)(params, x)
-    parts = x.reshape(8, 3, 6)
-    np.testing.assert_array_equal(aux.pop("rows"), parts[:, :, 0])
-    np.testing.assert_allclose(aux.pop("sum"), parts.sum((1, 2)), rtol=1e-5)
-    np.testing.assert_array_equal(aux.pop("same"), np.ones((8, 2)))
-    assert aux == {"n": 3, "name": "aux", "none": None, "f": max}
-    scaling, finite, grads, aux = jmpx.filter_grad(
-        loss, jmpx.NoOpLossScale(), True, batch=jmpx.Batch(sharding=over(8))
-    )(params, x)
-    assert aux["rows"].shape == (8, 3)
+def test_running_statistics_through_state_argnum(rng):
+    x = normal(rng, EXAMPLES, 6)
+    net = hk.transform_with_state(
+        lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True)
+    )
 
+    def loss(params, state, x):
+        y, new = net.apply(params, state, None, x)
+        return (y**2 * jnp.arange(4.0)).mean(), new
 
-def test_the_function_is_traced_once(rng):
-    calls = collections.Counter()
-
-    def loss(params, x):
-        calls[x.shape] += 1
-        return loss_fn(params, x)
-
-    grad_fn = value_and_grad(loss)
-    step = jax.jit(lambda *args: grad_fn(*args))
-    for _ in range(3):
-        step(make_params(rng), normal(rng, EXAMPLES, 6))
-    assert calls == {(3, 6): 1}
+    with jax.numpy_dtype_promotion("standard"):
+        params, state = net.init(jax.random.key(0), x)
+        options = {"has_aux": True, "state_argnum": 1, "policy": "c=f32"}
+        split = jmpx.Batch(sharding=over(4))
+        grad_fn = jax.jit(jmpx.filter_value_and_grad(loss, NO_SCALE, batch=split, **options))
+        (value, new), _, _, grads = grad_fn(params, state, x)
+        alone = jax.jit(jmpx.filter_value_and_grad(loss, NO_SCALE, **options))
+        each = [alone(params, state, part) for part in x.reshape(4, 6, 6)]
+    assert_means((grads, value), [(one.grads, one.value[0]) for one in each], 1e-4)
+    assert_means(new, [one.value[1] for one in each], 1e-5)
+    shapes = lambda state: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]  # noqa: E731
+    assert shapes(new) == shapes(state)
