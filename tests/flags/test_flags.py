@@ -1,14 +1,31 @@
+"""Flags of policies: parsed, set by programs, saved and restored, defaults of the environment."""
+
 # Optax types states as pytrees of arrays, which have no fields.
 # pyright: reportAttributeAccessIssue=false
+
+import copy
+import io
+import textwrap
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from absl import flags
+from absl.testing import flagsaver
+from helpers import run_python
 
 import jmpx
 import jmpx.flags
+
+Dynamic, Static, NoOp = jmpx.DynamicLossScale, jmpx.StaticLossScale, jmpx.NoOpLossScale
+HALF, MIXED = jmpx.get_policy("c=f16"), jmpx.get_policy("16-mixed")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in ("JMPX_POLICY", "JMPX_LOSS_SCALE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def define(*arguments, **options):
@@ -19,51 +36,54 @@ def define(*arguments, **options):
 
 
 def test_defaults():
-    mp, _ = define()
+    mp, values = define()
     assert mp.policy == jmpx.get_policy("float32")
-    assert mp.loss_scale() == jmpx.NoOpLossScale()
+    assert mp.loss_scale() == NoOp()
     assert mp.skip_nonfinite is True
+    assert not [name for name in flags.FLAGS if name.startswith("mp_")]  # importing defines none
+    owners = {name: values.find_module_defining_flag(name) for name in values}
+    assert len(owners) == 6 and set(owners.values()) == {__name__}
 
 
 @pytest.mark.parametrize(
-    ("policy", "what"), [("c=bf16; Linear: full", "rules"), ("by=modules,c=bf16", "by")]
-)
-def test_one_policy_is_not_read_from_a_map_that_says_more(policy, what):
-    mp, _ = define(f"--mp_policy={policy}")
-    with pytest.raises(ValueError, match=f"whose {what} it would drop"):
-        _ = mp.policy
-
-
-@pytest.mark.parametrize(
-    ("policy", "scale_type", "expected"),
+    ("arguments", "expected"),
     [
-        ("f32", "auto", jmpx.NoOpLossScale()),
-        ("bf16-mixed", "auto", jmpx.NoOpLossScale()),
-        ("16-mixed", "auto", jmpx.DynamicLossScale(2.0**15)),
-        ("p=f16,c=f32", "auto", jmpx.NoOpLossScale()),
-        ("c=bf16; BatchNorm: full", "auto", jmpx.NoOpLossScale()),
-        ("c=bf16; BatchNorm: f16", "auto", jmpx.DynamicLossScale(2.0**15)),
-        ("16-mixed", "NoOp", jmpx.NoOpLossScale()),
-        ("bf16-mixed", "Static", jmpx.StaticLossScale(2.0**15)),
-        ("bf16-mixed", "dynamic", jmpx.DynamicLossScale(2.0**15)),
+        ("--mp_policy=f32 --mp_scale_type=auto", NoOp()),
+        ("--mp_policy=bf16-mixed --mp_scale_type=auto", NoOp()),
+        ("--mp_policy=16-mixed --mp_scale_type=auto", Dynamic(2.0**15)),
+        ("--mp_policy=16-mixed --mp_scale_type=NoOp", NoOp()),
+        ("--mp_policy=bf16-mixed --mp_scale_type=Static", Static(2.0**15)),
+        ("--mp_policy=bf16 --mp_scale_type=dynamic --mp_scale_value=64", Dynamic(64)),
+        ("--mp_policy=c=f16,o=f32 --mp_scale_value=256", Dynamic(256.0)),
+        ("--mp_scale_type=Static --mp_scale_value=0.5", Static(0.5)),
+        ("--mp_policy=f16 --mp_scale_value=1e10", Dynamic(np.float32(1e10))),
     ],
 )
-def test_loss_scale(policy, scale_type, expected):
-    mp, _ = define(f"--mp_policy={policy}", f"--mp_scale_type={scale_type}")
-    assert mp.policy_map == jmpx.get_policy_map(policy)
+def test_the_parts_of_the_loss_scale(arguments, expected):
+    mp, _ = define(*arguments.split())
     assert mp.loss_scale() == expected
 
 
-def test_every_flag_arrives():
-    mp, _ = define(
-        "--mp_policy=c=f16,o=f32",
-        "--mp_scale_value=256",
-        "--nomp_skip_nonfinite",
-    )
-    assert mp.loss_scale() == jmpx.DynamicLossScale(256.0)
-    assert mp.skip_nonfinite is False
-    mp, _ = define("--mp_scale_type=Static", "--mp_scale_value=0.5")
-    assert mp.loss_scale() == jmpx.StaticLossScale(0.5)
+BAD = {
+    "--mp_policy=c=bf61": "Unknown dtype 'bf61' at position 2 .*did you mean 'bf16'",
+    "--mp_policy=": "Empty rule at position 0",
+    "--mp_scale_type=Sometimes": "one of <auto|NoOp|Static|Dynamic>",
+    "--mp_scale_value=-1": "not a non-negative number",
+    "--mp_scale_value=1e39": "Expected 'init' to be a number between 0",
+    "--mp_scale_value=many": "mp_scale_value",
+    "--mp_max_skips=-1": "not an integer in the range",
+    "--mp_max_skips=2147483648": "not an integer in the range",
+    "--mp_max_skips=often": "mp_max_skips",
+    "--mp_skip_nonfinite=perhaps": "mp_skip_nonfinite=perhaps",
+}
+
+
+def test_a_bad_value_is_absls_one_line_error():
+    for argument, message in BAD.items():
+        with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
+            define(argument)
+        assert "\n" not in str(error.value)
+        assert argument.split("=")[0].removeprefix("--") in str(error.value)
 
 
 def test_prefix_and_default_policy():
@@ -77,89 +97,199 @@ def test_prefix_and_default_policy():
         jmpx.flags.define_mp_flags("student", flag_values=values)
 
 
-def test_flags_survive_strings_and_flag_files(tmp_path):
-    policy = "--mp_policy=c=f16,o=bf16; BatchNorm: full; */head/*: c=f32,o=f32"
-    arguments = [policy, "--mp_scale_type=Static", "--mp_scale_value=0.1"]
-    before, values = define(*arguments)
-    path = tmp_path / "flags.txt"
-    path.write_text(values.flags_into_string())
-    after, _ = define(f"--flagfile={path}")
-    assert after.policy_map == before.policy_map and len(after.policy_map.rules) == 2
-    assert after.loss_scale() == before.loss_scale()
-    # None is written in no way that reads back, so it is left out.
-    values = flags.FlagValues()
-    jmpx.flags.DEFINE_policy("p", None, "A policy.", flag_values=values)
-    values(["program"])
-    assert "--p" not in values.flags_into_string()
+def test_a_bare_dtype_is_a_default():
+    for dtype in (jnp.bfloat16, np.dtype("bfloat16"), "bf16"):
+        mp, _ = define(default_policy=dtype)
+        assert mp.policy == jmpx.get_policy("bf16")
 
 
-BAD = [
-    ("--mp_policy=c=bf61", "Unknown dtype 'bf61' at position 2 .*did you mean 'bf16'"),
-    ("--mp_policy=", "Empty rule at position 0"),
-    ("--mp_policy=c=bf16; BatchNorm: bf61", "Unknown dtype 'bf61' at position 19"),
-    ("--mp_scale_type=Sometimes", "one of <auto|NoOp|Static|Dynamic>"),
-    ("--mp_scale_value=0", "Expected 'init' to be within 'min' and 'max', got 0"),
-    ("--mp_scale_value=0.5", "Expected 'init' to be within 'min' and 'max', got 0.5"),
-    ("--mp_scale_value=-1", "not a non-negative number"),
-    ("--mp_scale_value=nan", "Expected the number of 'init', got 'nan'"),
-    ("--mp_scale_value=1e39", "Expected 'init' to be a number between 0"),
-    ("--mp_scale_value=many", "mp_scale_value"),
-    ("--mp_max_skips=-1", "not an integer in the range"),
-    ("--mp_max_skips=2147483648", "not an integer in the range"),
-    ("--mp_max_skips=often", "mp_max_skips"),
+# Values that programs set
+
+
+@pytest.fixture
+def saved():
+    """Flags of the program itself, which alone `flagsaver` knows: --saved_policy and its kin."""
+    before = set(flags.FLAGS)
+    mp = jmpx.flags.define_mp_flags("saved", default_policy="bf16-mixed")
+    was_parsed = flags.FLAGS.is_parsed()
+    flags.FLAGS.mark_as_parsed()
+    yield mp
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    if not was_parsed:
+        flags.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize("given", [" C = fp16 ;", HALF, jmpx.get_policy_map("c=f16")], ids=str)
+def test_a_policy_that_is_set_is_parsed(given, saved):
+    mp, values = define()
+    values.mp_policy = given
+    assert mp.policy == HALF and mp.policy_map == jmpx.PolicyMap(HALF)
+    assert values.mp_policy == values["mp_policy"].value == mp.policy_map
+    assert mp.loss_scale() == Dynamic(2.0**15)
+    values.mp_policy = "bf16"
+    assert mp.policy == jmpx.get_policy("bf16") and mp.loss_scale() == NoOp()
+    with flagsaver.flagsaver(saved_policy=given, saved_scale_value="64"):
+        assert saved.policy == HALF and saved.loss_scale() == Dynamic(64.0)
+        with flagsaver.flagsaver(saved_policy="c=f32; BatchNorm: f16"):
+            assert saved.policy_map.rules and saved.loss_scale() == Dynamic(64.0)
+        assert saved.policy == HALF
+    assert saved.policy == jmpx.get_policy("bf16-mixed") and saved.loss_scale() == NoOp()
+
+
+def test_flagsaver_in_its_other_forms(saved):
+    before = jmpx.get_policy("bf16-mixed")
+
+    @flagsaver.flagsaver(saved_policy="16-mixed")
+    def test():
+        return saved.policy
+
+    assert test() == MIXED and saved.policy == before
+    with flagsaver.as_parsed(saved_policy="c=f16;"):
+        assert saved.policy == HALF and flags.FLAGS["saved_policy"].present
+    assert saved.policy == before and not flags.FLAGS["saved_policy"].present
+    with pytest.raises(RuntimeError), flagsaver.flagsaver():
+        flags.FLAGS.saved_policy = "f16"
+        raise RuntimeError
+    assert saved.policy == before and flags.FLAGS["saved_policy"].using_default_value
+
+
+BAD_TO_SET = [
+    ("policy", "compute:f16", "--saved_policy=compute:f16: Unexpected ':' at position 7"),
+    ("policy", 16, "--saved_policy=16: Expected a policy map string"),
+    ("policy", None, "must have a value"),
+    ("scale_type", "sometimes", "one of <auto|NoOp|Static|Dynamic>"),
+    ("scale_type", None, "must have a value"),
+    ("scale_value", "-1", "not a non-negative number"),
+    ("scale_value", "1e39", "Expected 'init' to be a number between 0"),
+    ("skip_nonfinite", "perhaps", "--saved_skip_nonfinite=perhaps"),
+    ("max_skips", None, "must have a value"),
+    ("max_skips", -1, "not an integer in the range"),
+    ("max_skips", "often", "saved_max_skips"),
 ]
 
 
-@pytest.mark.parametrize(("argument", "message"), BAD)
-def test_a_bad_value_is_absls_one_line_error(argument, message):
-    with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
-        define(argument)
-    assert "\n" not in str(error.value)
-    assert argument.split("=")[0].removeprefix("--") in str(error.value)
+@pytest.mark.parametrize(("name", "given", "message"), BAD_TO_SET)
+def test_a_bad_value_that_is_set_is_one_sentence_and_changes_nothing(saved, name, given, message):
+    name = f"saved_{name}"
+    before = flags.FLAGS.flag_values_dict()
+    override = {"saved_scale_value": "2048", name: given}
+    with pytest.raises(flags.IllegalFlagValueError) as error:
+        flagsaver.flagsaver(**override).__enter__()
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert flags.FLAGS.flag_values_dict() == before
+    # absl 2.0 keeps what a validator refuses, 2.5 does not.
+    with flagsaver.flagsaver(), pytest.raises(flags.IllegalFlagValueError) as error:
+        setattr(flags.FLAGS, name, given)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_flag_parses_what_is_set():
+    mp, values = define("--mp_policy=f16")
+    values.mp_scale_type = "static"
+    assert values.mp_scale_type == "Static" and mp.loss_scale() == Static(2.0**15)
+    values.mp_scale_type = "noop"
+    assert values["mp_scale_type"].value == "NoOp" and mp.loss_scale() == NoOp()
+    values.mp_scale_value = "256"
+    assert values["mp_scale_value"].value == 256.0
+    for given, expected in (("false", False), (1, True)):
+        values.mp_skip_nonfinite = given
+        assert mp.skip_nonfinite is values["mp_skip_nonfinite"].value is expected
+
+
+def test_flags_survive_strings_flag_files_and_copies(tmp_path):
+    mp, values = define("--nomp_skip_nonfinite", "--mp_scale_type=Static", "--mp_scale_value=0.1")
+    values.mp_policy = "c=f16,o=f32; BatchNorm?: full; */head/*: c=f32;"
+    path = tmp_path / "flags.txt"
+    path.write_text(values.flags_into_string())
+    again, _ = define(f"--flagfile={path}")
+    assert again.policy_map == mp.policy_map and again.policy_map.rules[0].optional
+    assert again.skip_nonfinite is False and again.loss_scale() == mp.loss_scale() == Static(0.1)
+    other = copy.deepcopy(values)
+    other.mp_policy = "bf16"
+    assert other.mp_policy == jmpx.get_policy_map("bf16")
+    assert values.mp_policy == mp.policy_map == again.policy_map
+    values.unparse_flags()
+    values(["program"])
+    assert mp.policy == jmpx.get_policy("f32")
+    page = io.StringIO()
+    other.write_help_in_xml_format(page)
+    assert "<current>params=bfloat16,compute=bfloat16,output=bfloat16</current>" in page.getvalue()
+
+
+def test_defaults_aliases_and_validators_see_the_parsed_value():
+    mp, values = define()
+    values.set_default("mp_policy", "16-mixed")
+    assert mp.policy == MIXED
+    flags.DEFINE_alias("precision", "mp_policy", flag_values=values)
+    values.precision = "c=f16"
+    assert mp.policy == HALF and values.precision == mp.policy_map
+    seen = []
+    flags.register_validator("mp_policy", lambda v: seen.append(v) or True, flag_values=values)
+    values.mp_policy = "bf16; Linear: full"
+    assert seen == [jmpx.get_policy_map("bf16; Linear: full")]
+
+
+# Single flags
 
 
 def test_define_policy():
     values = flags.FlagValues()
     given = jmpx.get_policy("c=bf16,o=f32")
-    holder = jmpx.flags.DEFINE_policy("p", given, "A policy.", flag_values=values)
-    jmpx.flags.DEFINE_policy("q", None, "Another.", flag_values=values, required=True)
-    with pytest.raises(flags.IllegalFlagValueError, match="q"):
+    define_policy = jmpx.flags.DEFINE_policy
+    policy = define_policy("p", given, "A policy.", flag_values=values)
+    needed = define_policy("r", None, "Needed.", flag_values=values, required=True)
+    bare = define_policy("b", np.dtype("bfloat16"), "Bare.", flag_values=values)
+    none = define_policy("n", None, "None.", flag_values=values)
+    with pytest.raises(flags.IllegalFlagValueError, match="r"):
         values(["program"])
-    values(["program", "--q=half"])
-    assert holder.value is given and holder.default is given
-    assert values.q == jmpx.get_policy("half")
+    values(["program", "--r=f16;"])
+    assert policy.value is policy.default is given and needed.value == jmpx.get_policy("f16")
+    assert bare.value == jmpx.get_policy("bf16") and none.value is None
     text = values.get_help()
     assert "A policy." in text and "bf16-mixed" in text
     assert "default: 'params=float32,compute=bfloat16,output=float32'" in " ".join(text.split())
-    with pytest.raises(flags.IllegalFlagValueError, match="f17"):
-        jmpx.flags.DEFINE_policy("r", "f17", "Bad.", flag_values=values)
+    assert "--n" not in values.flags_into_string()  # None is written in no way that reads back
+    values.p = "c=f16"
+    for given in ("c=f16; Linear: full", jmpx.get_policy_map("c=f16; Linear: full")):
+        with pytest.raises(flags.IllegalFlagValueError, match="a policy has no rules"):
+            values.p = given
+    with pytest.raises(flags.IllegalFlagValueError, match="--p=c=f16; Linear: full: Unexpected"):
+        values(["program", "--p=c=f16; Linear: full", "--r=f16"])
+    for bad in ("f16; Linear: full", "f17"):
+        with pytest.raises(flags.IllegalFlagValueError):
+            define_policy("q", bad, "Bad.", flag_values=values)
+    assert policy.value == HALF and "q" not in values
 
 
 def test_define_policy_map():
     values = flags.FlagValues()
     given = jmpx.get_policy_map("c=bf16; BatchNorm: full")
     holder = jmpx.flags.DEFINE_policy_map("m", given, "A map.", flag_values=values)
-    values(["program"])
-    assert holder.value is given
-    values(["program", "--m=bf16-mixed"])
-    assert holder.value == jmpx.get_policy_map("bf16-mixed")
+    maybe = jmpx.flags.DEFINE_policy_map(
+        "maybe", None, "Maybe.", flag_values=values, module_name="there", short_name="n"
+    )
+    values(["program", "-n=c=f16; Linear: full;"])
+    assert holder.value is given and maybe.value == jmpx.get_policy_map("c=f16; Linear: full")
+    assert "maybe" in [flag.name for flag in values.flags_by_module_dict()["there"]]
+    values.m = HALF
+    assert holder.value == jmpx.PolicyMap(HALF)
+    values.maybe = None  # none was asked for
+    assert maybe.value is None
     assert "a policy map such as" in values.get_help()
 
 
-def test_flags_belong_to_the_module_that_defines_them():
-    values = flags.FlagValues()
-    jmpx.flags.define_mp_flags(flag_values=values)
-    owners = {name: values.find_module_defining_flag(name) for name in values}
-    assert len(owners) == 6 and set(owners.values()) == {__name__}
-
-
-def test_importing_registers_nothing():
-    assert not [name for name in flags.FLAGS if name.startswith("mp_")]
-
-
-def test_the_scale_of_the_flags_is_float32():
-    mp, _ = define("--mp_policy=f16", "--mp_scale_value=1e10")
-    assert mp.loss_scale().loss_scale.dtype == np.float32
+def test_one_policy_of_a_flag_with_rules_is_refused():
+    text = "c=f16; BatchNorm?: full"
+    for mp, values in (define(f"--mp_policy={text}"), define(default_policy=text)):
+        with pytest.raises(
+            ValueError, match=r"--mp_policy='params=float32.*BatchNorm\?.*"
+        ) as error:
+            _ = mp.policy
+        assert "\n" not in str(error.value) and "read policy_map" in str(error.value)
+        assert mp.policy_map == jmpx.get_policy_map(text) and mp.loss_scale() == Dynamic(2.0**15)
+        values.mp_policy = "c=bf16;"
+        assert mp.policy == mp.policy_map.default
 
 
 # --mp_max_skips
@@ -171,7 +301,6 @@ def test_the_scale_of_the_flags_is_float32():
         ([], 50),
         (["--mp_max_skips=7"], 7),
         (["--mp_max_skips=0"], None),
-        (["--nomp_skip_nonfinite"], None),
         (["--nomp_skip_nonfinite", "--mp_max_skips=7"], None),
     ],
 )
@@ -194,13 +323,6 @@ def test_how_many_steps_in_a_row_may_be_skipped(arguments, limit):
         mp.check_progress((), scaling)
 
 
-def test_a_bad_limit_that_a_program_sets_is_refused():
-    _, values = define()
-    for bad in (None, -1, "often"):
-        with pytest.raises(flags.IllegalFlagValueError):
-            values.mp_max_skips = bad
-
-
 def test_a_limit_has_the_prefix():
     values = flags.FlagValues()
     student = jmpx.flags.define_mp_flags("student", flag_values=values)
@@ -209,3 +331,62 @@ def test_a_limit_has_the_prefix():
     state = state._replace(consecutive_skipped=jnp.int32(2))
     with pytest.raises(FloatingPointError, match="more than max_consecutive=1, with"):
         student.check_progress(state, jmpx.NoOpLossScale())
+
+
+# JMPX_POLICY
+
+
+def test_the_variable_goes_before_the_programs_policy_and_after_the_command_line(monkeypatch):
+    for text in (" 16-mixed ;", "c=bf16; BatchNorm: full"):
+        monkeypatch.setenv("JMPX_POLICY", text)
+        expected = jmpx.get_policy_map(text)
+        for options in ({}, {"default_policy": "f16"}, {"prefix": "student"}):
+            mp, _ = define(**options)
+            assert mp.policy_map == expected
+        mp, values = define("--mp_policy=f64", default_policy="f16")
+        assert mp.policy == jmpx.get_policy("f64")
+        values.mp_policy = "f32"
+        assert mp.policy == jmpx.get_policy("f32")
+        monkeypatch.setenv("JMPX_POLICY", "f16")  # read where the flags are defined
+        values.unparse_flags()
+        values(["program"])
+        assert mp.policy_map == expected
+
+
+@pytest.mark.parametrize("name", ["JMPX_POLICY", "JMPX_LOSS_SCALE"])
+def test_empty_variables_are_unset(name, monkeypatch):
+    for text in ("", "  "):
+        monkeypatch.setenv(name, text)
+        mp, _ = define(default_policy="16-mixed")
+        assert mp.policy == MIXED and mp.loss_scale() == Dynamic()
+
+
+PROGRAM = """
+    import sys
+    from absl import app, flags
+    import jmpx.flags
+
+    MP = jmpx.flags.define_mp_flags(default_policy="f32")
+
+    def main(_):
+        print(MP.policy_map, "|", MP.loss_scale())
+
+    app.run(main)
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_that_nobody_edits(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    variables = {"JMPX_POLICY": "c=f16,o=f32", "JMPX_LOSS_SCALE": "auto, init=2**10"}
+    result = run_python(str(program), **variables)
+    mixed = "params=float32,compute=float16,output=float32"
+    assert result.stdout == f"{mixed} | dynamic,init=1024\n", result.stderr
+    result = run_python(str(program), "--help", **variables)
+    text = " ".join(result.stdout.split())
+    assert f"(default: '{mixed}')" in text and "(default: 'auto, init=2**10')" in text
+    result = run_python(str(program), JMPX_POLICY="c=f17")
+    assert result.returncode == 1 and result.stdout == ""
+    message = "environment variable JMPX_POLICY=c=f17: Unknown dtype 'f17' at position 2"
+    assert message in " ".join(result.stderr.splitlines()[-1].split())

@@ -1,10 +1,8 @@
-"""--mp_loss_scale: beside the flags for its parts, set by programs, in flag files."""
+"""--mp_loss_scale: beside the flags for its parts, set by programs, in flag files, by variables."""
 
 import copy
 import io
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -13,6 +11,12 @@ import jmpx
 import jmpx.flags
 
 Dynamic, Static, NoOp = jmpx.DynamicLossScale, jmpx.StaticLossScale, jmpx.NoOpLossScale
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in ("JMPX_POLICY", "JMPX_LOSS_SCALE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def define(*arguments, **options):
@@ -52,11 +56,15 @@ def test_without_it_the_flags_for_parts_decide():
         mp.loss_scale()
 
 
-CONTRADICT = ["scale_type=Static", "scale_type=Dynamic", "scale_value=16", "scale_value=0.5"]
+CONTRADICT = [
+    ("dynamic", "scale_type=Static"),
+    ("none", "scale_type=Dynamic"),
+    ("auto,init=8", "scale_value=16"),
+    ("static=8", "scale_value=0.5"),
+]
 
 
-@pytest.mark.parametrize("text", ["dynamic", "none", "auto,init=8", "static=8"])
-@pytest.mark.parametrize("part", CONTRADICT)
+@pytest.mark.parametrize(("text", "part"), CONTRADICT)
 def test_a_contradiction_is_one_usage_error(text, part):
     for order in (1, -1):
         arguments = [f"--mp_loss_scale={text}", f"--mp_{part}"][::order]
@@ -72,16 +80,14 @@ def test_defaults_beside_it_are_no_contradiction():
     assert define("--mp_loss_scale=static=8", *parts)[0].loss_scale() == Static(8)
 
 
-BAD = [
-    ("", "Missing kind at position 0"),
-    ("dynamc", "Unknown kind 'dynamc' at position 0 .*did you mean 'dynamic'"),
-    ("dynamic,init=1+1", r"got '1\+1' at position 13"),
-    ("auto, max=1, min=2", "max_loss_scale to be at least min"),  # also where the policy needs none
-    ("static=8;none", "Unexpected ';' at position 8"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BAD)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Missing kind at position 0"),
+        ("dynamic,init=1+1", r"got '1\+1' at position 13"),
+        ("auto, max=1, min=2", "max_loss_scale to be at least min"),  # also if it is none
+    ],
+)
 def test_a_bad_value_is_one_usage_error(text, message):
     with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
         define(f"--mp_loss_scale={text}")
@@ -95,7 +101,7 @@ def test_a_bad_value_is_one_usage_error(text, message):
 # Values that programs set
 
 
-GIVEN = ["static=8", " STATIC = 2**3;", Static(8), {"type": "static", "init": 8}]
+GIVEN = [" STATIC = 2**3;", Static(8), {"type": "static", "init": 8}]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
@@ -150,8 +156,8 @@ def mp():
         flags.FLAGS.unparse_flags()
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_flagsaver_sets_and_restores(mp, given):
+def test_flagsaver_sets_and_restores(mp):
+    given = {"type": "static", "init": 8}
     with flagsaver.flagsaver(scaled_loss_scale=given):
         assert mp.loss_scale() == Static(8)
         with flagsaver.flagsaver(scaled_loss_scale="auto,init=4"):
@@ -183,7 +189,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("arguments", LINES, ids=" ".join)
-def test_flags_survive_strings_flag_files_and_copies(arguments, tmp_path):
+def test_the_flag_survives_strings_and_flag_files(arguments, tmp_path):
     before, values = define(*arguments)
     path = tmp_path / "flags.txt"
     path.write_text(values.flags_into_string())
@@ -194,8 +200,13 @@ def test_flags_survive_strings_flag_files_and_copies(arguments, tmp_path):
     assert ("--mp_loss_scale=" in path.read_text()) == has_whole
 
 
-def test_copies_are_independent():
+def test_copies_help_and_aliases():
     _, values = define("--mp_loss_scale=static=8")
+    text = " ".join(values.get_help().split())
+    assert "--mp_loss_scale: The loss scale." in text and "JMPX_LOSS_SCALE" in text
+    page = io.StringIO()
+    values.write_help_in_xml_format(page)
+    assert "<current>static=8</current>" in page.getvalue()
     other = copy.deepcopy(values)
     other.mp_loss_scale = None
     other.mp_scale_type = "Dynamic"  # no contradiction in the copy
@@ -205,15 +216,6 @@ def test_copies_are_independent():
         values.mp_scale_type = "Dynamic"
     for flag in other._flags().values():
         assert flag is not values[flag.name]
-
-
-def test_help_and_aliases():
-    _, values = define("--mp_loss_scale=static=8")
-    text = " ".join(values.get_help().split())
-    assert "--mp_loss_scale: The loss scale." in text and "JMPX_LOSS_SCALE" in text
-    page = io.StringIO()
-    values.write_help_in_xml_format(page)
-    assert "<current>static=8</current>" in page.getvalue()
     flags.DEFINE_alias("scale", "mp_loss_scale", flag_values=values)
     values.scale = "static=4"
     assert values.mp_loss_scale == "static=4"
@@ -246,20 +248,6 @@ def test_define_loss_scale():
             define_it("q", bad, "Bad.", flag_values=values)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-# The rest
-
-
-def test_a_bare_dtype_is_a_default():
-    for dtype in (jnp.bfloat16, np.dtype("bfloat16"), "bf16"):
-        mp, _ = define(default_policy=dtype)
-        assert mp.policy == jmpx.get_policy("bf16")
-        values = flags.FlagValues()
-        jmpx.flags.DEFINE_policy("p", dtype, "A policy.", flag_values=values)
-        jmpx.flags.DEFINE_policy_map("m", dtype, "A map.", flag_values=values)
-        values(["program"])
-        assert values.p == values.m.default == jmpx.get_policy("bf16")
-
-
 def test_mixed_precision():
     mp, _ = define("--mp_policy=c=f16; BatchNorm: full", "--mp_loss_scale=auto,period=500")
     mixed = mp.mixed_precision()
@@ -268,7 +256,67 @@ def test_mixed_precision():
     assert str(mixed).endswith("; BatchNorm: compute=float32 | dynamic,init=32768,period=500")
 
 
-def test_the_value_is_that_of_a_dynamic_scale():
-    for arguments in (["--mp_policy=f16"], ["--mp_policy=bf16", "--mp_scale_type=Dynamic"]):
-        mp, _ = define(*arguments, "--mp_scale_value=64")
-        assert mp.loss_scale() == Dynamic(64)
+# JMPX_LOSS_SCALE
+
+
+ENV = "dynamic,init=64,period=7,max=1024,hysteresis=2"
+WHOLE = Dynamic(64, period=7, max_loss_scale=1024, hysteresis=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        (ENV, [], WHOLE),
+        (ENV, ["--mp_policy=16-mixed"], WHOLE),
+        (ENV, ["--mp_loss_scale=static=8"], Static(8)),
+        (ENV, ["--mp_loss_scale=none"], NoOp()),
+        (ENV, ["--mp_scale_type=Static"], Static(2**15)),
+        (ENV, ["--mp_scale_type=Static", "--mp_scale_value=4"], Static(4)),
+        (ENV, ["--mp_scale_type=NoOp"], NoOp()),
+        (ENV, ["--mp_scale_type=auto", "--mp_policy=f16"], WHOLE),  # its default
+        (ENV, ["--mp_scale_type=Dynamic"], Dynamic()),
+        (ENV, ["--mp_scale_value=128", "--mp_policy=f16"], Dynamic(128)),
+        ("static=16", ["--mp_scale_type=Static", "--mp_scale_value=8"], Static(8)),
+        ("auto,init=16", [], NoOp()),
+        ("auto,init=16", ["--mp_policy=f16"], Dynamic(16)),
+    ],
+)
+def test_the_command_line_goes_before_the_loss_scale(
+    text, arguments, expected, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("JMPX_LOSS_SCALE", text)
+    mp, values = define(*arguments)
+    assert mp.loss_scale() == expected
+    path = tmp_path / "flags.txt"
+    path.write_text(values.flags_into_string())
+    again, _ = define(f"--flagfile={path}")
+    assert again.loss_scale() == expected
+    monkeypatch.setenv("JMPX_LOSS_SCALE", "")
+    if any("--mp_scale" in each for each in arguments) and expected != WHOLE:
+        with pytest.raises(flags.IllegalFlagValueError, match="contradict"):
+            define(f"--flagfile={path}")
+    else:  # what is written does not need the variable
+        again, _ = define(f"--flagfile={path}")
+        assert again.loss_scale() == expected
+
+
+def test_programs_go_before_the_loss_scale(monkeypatch):
+    monkeypatch.setenv("JMPX_LOSS_SCALE", "static=8")
+    mp, values = define()
+    values.mp_loss_scale = "static=4"
+    assert mp.loss_scale() == Static(4)
+    with pytest.raises(flags.IllegalFlagValueError, match="must have a value"):
+        values.mp_loss_scale = None
+    values.mp_loss_scale = "auto"
+    assert mp.loss_scale() == NoOp()
+    mp, values = define("--mp_policy=f16")
+    values.mp_scale_type = "Dynamic"
+    assert mp.loss_scale() == Dynamic()
+
+
+def test_one_policy_from_the_variable_decides_auto(monkeypatch):
+    monkeypatch.setenv("JMPX_POLICY", "16-mixed")
+    assert define()[0].loss_scale() == Dynamic()
+    monkeypatch.setenv("JMPX_LOSS_SCALE", "auto=8")
+    assert define()[0].loss_scale() == Dynamic(8)
+    assert define("--mp_policy=f32")[0].loss_scale() == NoOp()
