@@ -12,7 +12,7 @@ from helpers import enable_x64, normal
 from helpers.planted_layer import drawn_model, planted
 
 import jmpx
-from jmpx.__main__ import main
+from jmpx.__main__ import main  # as `python -m jmpx` runs it
 
 choose = jmpx.inspect.choose
 POLICY = "by=operations,c=bf16"

@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from helpers import BF16, F32, run_python
 
-from jmpx.__main__ import main
+from jmpx.__main__ import main  # as `python -m jmpx` runs it
 
 # Programs, named as `THIS:name`
 
@@ -59,19 +59,12 @@ def test_audit_prints_the_report(make, capsys):
     assert "bfloat16 x bfloat16" in printed.out
 
 
-def test_audit_prints_json(capsys):
-    assert run("audit", "THIS:shapes", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["title"] == "loss_fn"
-    assert {each["dtypes"] for each in found["products"]} == {"bfloat16 x bfloat16"}
-
-
-@pytest.mark.parametrize(
-    ("platform", "expected"), [("tpu", "tpu"), ("cuda", "gpu"), ("cpu", "cpu")]
-)
-def test_audit_asks_about_a_platform(platform, expected, capsys):
-    assert run("audit", "THIS:shapes", "--json", f"--platform={platform}") == 0
-    assert json.loads(capsys.readouterr().out)["platform"] == expected
+def test_audit_prints_json_about_a_platform(capsys):
+    for platform, expected in (("tpu", "tpu"), ("cuda", "gpu"), ("cpu", "cpu")):
+        assert run("audit", "THIS:shapes", "--json", f"--platform={platform}") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["title"], found["platform"]) == ("loss_fn", expected)
+        assert {each["dtypes"] for each in found["products"]} == {"bfloat16 x bfloat16"}
 
 
 # Commands that run the program
@@ -104,13 +97,6 @@ def test_ranges_are_printed_and_drawn(capsys, tmp_path):
     assert {each["scope"] for each in found["activations"]} >= {"scores", "weights"}
 
 
-def test_ranges_that_cannot_be_drawn(capsys, tmp_path):
-    for plot in ("ranges.xyz", str(tmp_path / "no" / "ranges.png")):
-        assert run("ranges", "THIS:small", "--plot", plot) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"Cannot draw {plot!r}: ")
-
-
 def test_the_first_nonfinite_is_printed(capsys):
     assert run("first-nonfinite", "THIS:large") == 1
     printed = capsys.readouterr().out
@@ -122,13 +108,6 @@ def test_the_first_nonfinite_is_printed(capsys):
     assert capsys.readouterr().out == "no operation makes an inf or NaN\n"
     assert run("first-nonfinite", "THIS:small", "--json") == 0
     assert json.loads(capsys.readouterr().out) is None
-
-
-@pytest.mark.parametrize("command", ["ranges", "first-nonfinite"])
-def test_a_run_needs_numbers(command, capsys):
-    line = error_of(capsys, command, "THIS:shapes")
-    assert line.startswith(f"The run of {__name__}:shapes failed: ")
-    assert "Expected arrays, got " in line and " runs it" in line
 
 
 # The flags of a program
@@ -184,8 +163,15 @@ def flops_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out)["products"][0]["flops"]
 
 
-@pytest.mark.parametrize(("text", "flag"), [(ABSL, "program_size"), (ARGPARSE, "size")])
-@pytest.mark.parametrize("target", ["program:make", "program.py:make", "./program.py:make"])
+@pytest.mark.parametrize(
+    ("text", "flag", "target"),
+    [
+        (ABSL, "program_size", "program:make"),
+        (ABSL, "program_size", "program.py:make"),
+        (ARGPARSE, "size", "program:make"),
+        (ARGPARSE, "size", "./program.py:make"),
+    ],
+)
 def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, program, capsys):
     sys.path.insert(0, str(program(text).parent))
     small = flops_of(capsys, target, "--json")
@@ -215,75 +201,38 @@ def test_a_wrong_flag_is_one_line(program, capsys):
 # Wrong usage
 
 
-def fails():
-    raise RuntimeError("no\nsuch  file")
-
-
 def fails_at_length():
-    raise TypeError("all arrays differ " * 10_000)
+    raise TypeError("all arrays\ndiffer  " * 10_000)
 
 
 def untraceable():
     return (lambda w, x: w @ x), (SHAPES[0], SHAPES[0])
 
 
-def nothing():
-    return None
-
-
 def no_arguments():
     return loss_fn, SHAPES[0]
 
 
-def no_function():
-    return 1, SHAPES
-
-
-RETURNS = "to return a pair of a function and the tuple of its arguments, which may be shapes, got "
 WRONG = {
-    "model": "Expected MODULE:FUNCTION, got 'model': name a module or a .py file and",
-    "no_such_module:make": "Cannot import 'no_such_module': ModuleNotFoundError: ",
-    "no/such/file.py:make": "Cannot import 'no/such/file.py': FileNotFoundError: there is",
-    "THIS:shaeps": "The function THIS:shaeps failed: AttributeError: module ",
-    "THIS:SHAPES": "The function THIS:SHAPES failed: TypeError: 'tuple' object is not callable",
-    "THIS:loss_fn": "failed: TypeError: loss_fn() missing 2 required positional arguments",
-    "THIS:fails": "failed: RuntimeError: no such file (",
-    "THIS:fails_at_length": "failed: TypeError: all arrays differ all arrays",
-    "THIS:untraceable": "The audit of THIS:untraceable failed: TypeError: ",
-    "THIS:nothing": f"Expected THIS:nothing {RETURNS}NoneType.",
-    "THIS:no_arguments": f"Expected THIS:no_arguments {RETURNS}(function, ShapeDtypeStruct).",
-    "THIS:no_function": f"Expected THIS:no_function {RETURNS}(int, tuple).",
+    "fails_at_length": "The function THIS:fails_at_length failed: TypeError: all arrays differ all",
+    "untraceable": "The audit of THIS:untraceable failed: TypeError: ",
+    "no_arguments": "which may be shapes, got (function, ShapeDtypeStruct).",
 }
 
 
 @pytest.mark.parametrize("target", WRONG)
 def test_a_wrong_target_is_one_line(target, capsys):
-    line = error_of(capsys, "audit", target)
+    line = error_of(capsys, "audit", f"THIS:{target}")
     assert WRONG[target].replace("THIS", __name__) in line and len(line) < 800
-    if target in ("THIS:fails", "THIS:untraceable"):
-        assert "test_commands.py:" in line
+    assert target == "no_arguments" or "test_commands.py:" in line
 
 
 def test_another_module_of_the_name_of_a_script(program, capsys):
     program("", "json.py")
     line = error_of(capsys, "audit", "json.py:make")
     assert "Cannot import 'json.py': ImportError: another module has the name 'json'" in line
-
-
-USAGE = {
-    (): "the following arguments are required: COMMAND; usage: python -m jmpx ",
-    ("audit",): "required: MODULE:FUNCTION; usage: python -m jmpx audit ",
-    ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
-    ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx ",
-    ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
-    ("first-nonfinite", "a:b", "--plot=c"): "unrecognized arguments: --plot=c; usage: python",
-    ("ranges", "a:b", "--plot"): "expected one argument; usage: python -m jmpx ranges",
-}
-
-
-@pytest.mark.parametrize("arguments", USAGE)
-def test_wrong_arguments_are_one_line(arguments, capsys):
-    assert USAGE[arguments] in error_of(capsys, *arguments)
+    line = error_of(capsys, "audit", "no/such/file.py:make")
+    assert "Cannot import 'no/such/file.py': FileNotFoundError: there is" in line
 
 
 HELP = {
@@ -296,12 +245,12 @@ HELP = {
 }
 
 
-@pytest.mark.parametrize("command", HELP)
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main([*command, "-h"])
-    printed = capsys.readouterr().out
-    assert exit.value.code == 0 and all(part in printed for part in HELP[command])
+def test_help(capsys):
+    for command, parts in HELP.items():
+        with pytest.raises(SystemExit) as exit:
+            main([*command, "-h"])
+        printed = capsys.readouterr().out
+        assert exit.value.code == 0 and all(part in printed for part in parts)
 
 
 def test_explain_may_be_left_out(capsys):
