@@ -1,0 +1,565 @@
+"""`jmpx.optimizer_update` and `jmpx.skip_nonfinite`: steps that are skipped to the bit, counted."""
+
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import apply_updates, assert_same_bits, dtypes, lenient, normal, warns_once
+from helpers.maps import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+import jmpx.equinox
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(optax.linear_schedule(0.5, 0.1, 10), momentum=0.9),
+    "adam": lambda: optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "bf16 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    # These widen their state at the first step.
+    "hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
+    "prodigy": optax.contrib.prodigy,
+    "dog": optax.contrib.dog,
+    "nested": lambda: optax.chain(optax.clip(1.0), optax.contrib.dog()),
+}
+WIDENING = list(OPTIMIZERS)[4:]
+
+
+def make_optimizer(name):
+    return lenient(OPTIMIZERS[name]())
+
+
+def make_params(rng):
+    return {
+        "w": normal(rng, 4, 3),
+        "b": jnp.asarray(rng.normal(size=3), jnp.bfloat16),
+        # A sum with +0.0 would turn -0.0 into 0.0.
+        "zero": jnp.array([-0.0, 0.0], jnp.float32),
+    }
+
+
+def like(params, rng, bad=None):
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    if bad is not None:
+        grads["w"] = grads["w"].at[1, 1].set(bad)
+    return grads
+
+
+def by_update(params, optimizer, state, grads, finite, skip_by):
+    """A step of one's own with `skip_nonfinite`."""
+    updates, state = optimizer.update(grads, state, params, grads_finite=finite)
+    return apply_updates(params, updates), state
+
+
+STEPS = {
+    "plain": (lambda optimizer, skip: optimizer, jmpx.optimizer_update),
+    "counting": (lambda optimizer, skip: jmpx.skip_nonfinite(optimizer), jmpx.optimizer_update),
+    "wrapped": (lambda optimizer, skip: jmpx.skip_nonfinite(optimizer, skip_by=skip), by_update),
+}
+
+
+def make_step(way, skip, optimizer=None):
+    wrap, update = STEPS[way]
+    optimizer = wrap(make_optimizer("adam") if optimizer is None else optimizer, skip)
+
+    def step(params, state, grads, finite):
+        return update(params, optimizer, state, grads, finite, skip_by=skip)
+
+    return optimizer, step
+
+
+def assert_near(got, expected, factor, is_exact=False):
+    """Holds that results differ by one rounding: compiled, an update and its sum may be fused."""
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert a.dtype == b.dtype
+        is_rounded = jnp.issubdtype(a.dtype, jnp.floating) and not is_exact
+        eps = float(jnp.finfo(a.dtype).eps) if is_rounded else 0
+        wide = (np.asarray(each, np.float64) for each in (a, b))
+        np.testing.assert_allclose(*wide, rtol=factor * eps, atol=eps)
+
+
+# Skipped and taken
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "skip", "bad", "jit"),
+    [
+        ("adam", "plain", "cond", np.inf, True),
+        ("adamw", "plain", "where", np.nan, True),
+        ("bf16 moment", "plain", "cond", -np.inf, False),
+        ("sgd", "counting", "cond", np.inf, True),
+        ("hyperparams", "plain", "cond", np.inf, True),
+        ("hyperparams", "wrapped", "where", np.inf, True),
+        ("prodigy", "plain", "cond", np.nan, True),
+        ("dog", "plain", "cond", np.inf, True),
+        ("dog", "wrapped", "where", np.inf, True),
+        ("nested", "counting", "where", np.inf, True),
+    ],
+)
+def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, jit, rng):
+    plain, params = make_optimizer(name), make_params(rng)
+    optimizer, step = make_step(way, skip, plain)
+    run = jax.jit if jit else lambda f: f
+    step = run(lambda *args, step=step: step(*args, jmpx.all_finite(args[2])))
+    by_hand, apply = run(plain.update), run(apply_updates)
+    state, plain_state = optimizer.init(params), plain.init(params)
+    for finite in (False, True, False, True):
+        grads = like(params, rng, None if finite else bad)
+        new, state = step(params, state, grads)
+        inner = state if way == "plain" else state.inner_state
+        updates, after = by_hand(grads, plain_state, params)
+        assert dtypes(inner) == dtypes(after) and dtypes(new) == dtypes(params)
+        if finite:
+            plain_state, expected = after, apply(params, updates)
+        else:  # the old values, in the dtypes that optax gives them
+            plain_state = jax.tree.map(lambda x, y: x.astype(y.dtype), plain_state, after)
+            expected = params
+            assert_same_bits((new, inner), (params, plain_state))
+        factor = 8 if name in WIDENING else 4
+        assert_near((new, inner), (expected, plain_state), factor, is_exact=not jit)
+        params, plain_state = new, inner
+
+
+def test_these_optimizers_widen_their_state_at_the_first_step(rng):
+    params, widened = make_params(rng), set()
+    for name in WIDENING:
+        optimizer = make_optimizer(name)
+        before = optimizer.init(params)
+        _, after = jax.eval_shape(optimizer.update, params, before, params)
+        if dtypes(before) != dtypes(after):
+            widened.add(name)
+    # Not inject_hyperparams in optax 0.2.4.
+    assert widened >= {*WIDENING} - {"hyperparams"}
+
+
+def test_a_widened_state_is_carried_by_a_scan(rng):
+    # From the second step on: optax's own first step does not fit into a scan either.
+    params, flags = make_params(rng), jnp.array([True, False, True])
+    optimizer, step = make_step("plain", None, make_optimizer("dog"))
+    grads = like(params, rng)
+    run = jax.jit(lambda carry, finite: step(*carry, grads, finite))
+    first = run((params, optimizer.init(params)), jnp.array(True))
+    body = lambda carry, finite: (step(*carry, grads, finite), None)  # noqa: E731
+    scanned, _ = jax.jit(lambda carry: jax.lax.scan(body, carry, flags))(first)
+    for finite in flags:
+        first = run(first, finite)
+    assert dtypes(scanned) == dtypes(first)
+    np.testing.assert_allclose(scanned[0]["w"], first[0]["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "skip"), [("adamw", False, "where"), ("bf16 moment", True, "cond")]
+)
+def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
+    params, plain = make_params(rng), make_optimizer(name)
+    plain_state = plain.init(params)
+    optimizer = jmpx.skip_nonfinite(plain, skip_by=skip)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        extra = {"grads_finite": jmpx.all_finite(grads)} if given else {}
+        updates, state = optimizer.update(grads, state, params, **extra)
+        return updates, apply_updates(params, updates), state
+
+    total = consecutive = 0
+    update = jax.jit(plain.update)
+    for skipped in (True, False, True, True, False):
+        grads = like(params, rng, np.inf if skipped else None)
+        before = params, state.inner_state
+        updates, params, state = step(params, state, grads)
+        total, consecutive = total + skipped, (consecutive + 1) * skipped
+        assert (state.total_skipped, state.consecutive_skipped) == (total, consecutive)
+        assert bool(state.grads_finite) != skipped
+        if skipped:
+            assert_same_bits((params, state.inner_state), before)
+            for leaf in jax.tree.leaves(updates):
+                assert (leaf == 0).all() and np.signbit(np.asarray(leaf, np.float32)).all()
+        else:
+            # Steps and schedules count the steps taken, not those skipped.
+            _, plain_state = update(grads, plain_state, before[0])
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain_state)
+    for a, b in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(plain_state), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            assert a == b == total - 1 == 2
+    # The state is found by optax.
+    assert optax.tree_utils.tree_get(state, "total_skipped") == total
+
+
+def test_skip_nonfinite_takes_the_flag_that_it_is_given(rng):
+    optimizer, params = jmpx.skip_nonfinite(optax.sgd(1.0)), {"w": normal(rng, 3)}
+    state = optimizer.init(params)
+    updates, state = optimizer.update(params, state, params, grads_finite=False)
+    assert (updates["w"] == 0).all() and state.total_skipped == 1
+    bad = {"w": jnp.full(3, jnp.inf)}
+    updates, state = optimizer.update(bad, state, params, grads_finite=True)
+    assert jnp.isinf(updates["w"]).all() and state.total_skipped == 1
+
+
+def test_a_step_may_donate_its_first_state(rng):
+    optimizer, params = jmpx.skip_nonfinite(make_optimizer("adam")), make_params(rng)
+    state, loss_scale = optimizer.init(params), jax.device_put(jmpx.DynamicLossScale(2.0**4))
+    kept = jax.tree.map(jnp.copy, (state, loss_scale))  # optax itself makes some arrays once
+    grads = like(params, rng)
+
+    def step(state, loss_scale):
+        _, state = optimizer.update(grads, state, params)
+        return state, loss_scale.adjust(state.grads_finite)
+
+    counters = state.total_skipped, state.consecutive_skipped, state.grads_finite
+    assert len({array.unsafe_buffer_pointer() for array in counters}) == 3
+    donated = jax.jit(step, donate_argnums=(0, 1))(state, loss_scale)
+    assert_same_bits(donated, jax.jit(step)(*kept))
+
+
+def wrapped_by_lambdas(optimizer):
+    """Functions around those of `skip_nonfinite`, which show nothing of them."""
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optimizer.init(params),
+        lambda grads, state, params=None, **extra: optimizer.update(grads, state, params, **extra),
+    )
+
+
+def wrapped_by_functools(optimizer):
+    @functools.wraps(optimizer.update)
+    def update(*args, **options):
+        return optimizer.update(*args, **options)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "way", "skip", "limit"),
+    [
+        (lambda optimizer: optimizer, "counting", "where", 4),
+        (wrapped_by_lambdas, "wrapped", "cond", 1),
+        (wrapped_by_lambdas, "counting", "where", 2),
+        (wrapped_by_functools, "counting", "cond", 1),
+        (optax.with_extra_args_support, "wrapped", "where", 2),
+    ],
+)
+def test_check_progress_raises_whatever_wraps_the_optimizer(wrap, way, skip, limit, rng):
+    optimizer, update = jmpx.skip_nonfinite(optax.sgd(0.1, 0.9), skip_by=skip), STEPS[way][1]
+    step, free = (
+        functools.partial(lambda used, p, s, g, f: update(p, used, s, g, f, skip_by=skip), each)
+        for each in (wrap(optimizer), optimizer)
+    )
+    params = {"w": normal(rng, 3)}
+    carry = reference = params, optimizer.init(params)
+    check = lambda state: jmpx.inspect.check_progress(  # noqa: E731
+        state, jmpx.NoOpLossScale(), max_consecutive=limit
+    )
+    for finite in [True, *[False] * limit, True, *[False] * limit]:
+        grads = {"w": normal(rng, 3).at[1].set(1.0 if finite else jnp.nan)}
+        reference = free(*reference, grads, finite)
+        before, carry = carry, step(*carry, grads, finite)
+        assert_same_bits(carry, reference)
+        check(carry[1])
+        if not finite:
+            assert_same_bits(carry[0], before[0])
+    _, state = step(*carry, grads, False)
+    with pytest.raises(FloatingPointError, match=f"Skipped {limit + 1} optimizer steps"):
+        check(state)
+
+
+# What goes in and comes out
+
+
+def test_extra_arguments_are_handed_on(rng):
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    optimizer = jmpx.skip_nonfinite(lenient(optax.chain(optax.sgd(0.1), plateau)))
+    params = {"w": normal(rng, 3)}
+    state = optimizer.init(params)
+    _, state = optimizer.update(params, state, params, value=1.0)
+    model, state = jmpx.optimizer_update(params, optimizer, state, params, True, value=1.0)
+    assert state.total_skipped == 0 and model["w"].dtype == jnp.float32
+    plain = jmpx.skip_nonfinite(optax.sgd(0.1))  # takes none: not handed on
+    plain.update(params, plain.init(params), params, value=1.0)
+    seen = []
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    steps = jmpx.skip_nonfinite(optax.MultiSteps(inner, 1))
+    with jax.numpy_dtype_promotion("standard"):
+        steps.update(params, steps.init(params), params, value=3.0)
+    assert seen and None not in seen
+
+
+def test_optimizer_update_leaves_other_leaves_alone(rng):
+    w, key = normal(rng, 3), jax.random.key(0)
+    model = {"w": w, "act": jnp.tanh, "n": jnp.arange(2), "key": key, "none": None, "p": 0.5}
+    trained = {name: w if name == "w" else None for name in model}
+    optimizer = make_optimizer("adam")
+    new, _ = jmpx.optimizer_update(model, optimizer, optimizer.init(trained), trained, True)
+    assert all(new[name] is model[name] for name in ("act", "n", "key", "none", "p"))
+    assert not (new["w"] == w).any()
+    weight = {"w": jnp.ones(())}
+    sgd = optax.sgd(0.1)
+    new, _ = jmpx.optimizer_update(weight, sgd, sgd.init(weight), {"w": 0.5}, True)
+    np.testing.assert_allclose(new["w"], 0.95)
+
+
+def test_a_float32_update_of_a_bfloat16_parameter_is_rounded_once():
+    model, optimizer = {"w": jnp.array([1.0], jnp.bfloat16)}, optax.sgd(1.0)
+    step = {"w": jnp.array([-(2.0**-8 + 2.0**-9)], jnp.float32)}
+    new, _ = jmpx.optimizer_update(model, optimizer, optimizer.init(model), step, True)
+    assert new["w"].dtype == jnp.bfloat16 and new["w"][0] == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, jmpx.skip_nonfinite])
+def test_updates_work_on_numpy_parameters(wrap, rng):
+    optimizer, params = wrap(optax.sgd(0.5)), {"w": rng.normal(size=3).astype(np.float32)}
+    state = optimizer.init(params)
+    new, _ = jmpx.optimizer_update(params, optimizer, state, params, np.bool_(True))
+    np.testing.assert_allclose(new["w"], params["w"] / 2)
+
+
+TRUE_BFLOAT16 = {
+    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), jnp.bfloat16),
+    "hyperparams": (OPTIMIZERS["hyperparams"], jnp.float32),
+    "float32 moment": (lambda: optax.adam(1e-2, mu_dtype=jnp.float32), jnp.bfloat16),
+    "float32 sum": (lambda: optax.MultiSteps(optax.sgd(0.1), 2), jnp.float32),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", TRUE_BFLOAT16)
+def test_parameters_of_16_bits_keep_their_dtype(name, rng):
+    make, gradients = TRUE_BFLOAT16[name]
+    optimizer, params = make(), jmpx.cast_tree(make_params(rng), jnp.bfloat16)
+    state = optimizer.init(params)
+    for _ in range(2):
+        grads = jmpx.cast_tree(like(params, rng), gradients)
+        params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+    assert {leaf.dtype.name for leaf in params.values()} == {"bfloat16"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_multi_steps_recovers_inside_of_skip_nonfinite_alone(rng):
+    params, inner = {"w": normal(rng, 3, 2), "b": normal(rng, 2)}, lenient(optax.sgd(0.1))
+    all_grads = [like(params, rng) for _ in range(5)]
+    all_grads[1] = jax.tree.map(lambda g: g * jnp.inf, all_grads[1])
+
+    def train(optimizer, all_grads):
+        state, new, update = optimizer.init(params), params, jax.jit(optimizer.update)
+        for grads in all_grads:
+            updates, state = update(grads, state, new)
+            new = apply_updates(new, updates)
+        return new
+
+    lost = train(optax.MultiSteps(jmpx.skip_nonfinite(inner), 2), all_grads)
+    assert_same_bits(lost, params)  # every step is skipped, for ever
+    found = train(jmpx.skip_nonfinite(optax.MultiSteps(inner, 2)), all_grads)
+    without = all_grads[:1] + all_grads[2:]
+    assert_same_bits(found, train(optax.MultiSteps(inner, 2), without))
+
+
+# cond and where
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+@pytest.mark.parametrize("way", STEPS)
+def test_a_cond_holds_all_of_the_optimizer(way, skip, rng):
+    optimizer, step = make_step(way, skip)
+    params = make_params(rng)
+    jaxpr = jax.make_jaxpr(step)(params, optimizer.init(params), params, jnp.array(True))
+    # The square roots of Adam are in the branch that a skipped step does not enter.
+    outside = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "cond"]
+    assert (len(outside) < len(jaxpr.eqns)) == (skip == "cond")
+    assert any("sqrt" in str(eqn) for eqn in outside) == (skip == "where")
+    assert "sqrt" in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("way", "skip"), [("plain", "cond"), ("wrapped", "cond"), ("counting", "where")]
+)
+def test_steps_in_a_scan_and_under_vmap(way, skip, rng):
+    optimizer, step = make_step(way, skip)
+    params, grads = {"w": normal(rng, 2, 3)}, {"w": normal(rng, 2, 3)}
+    flags = jnp.array([[True, False, False, True], [False, True, True, False]])
+
+    def run(params, grads, flags):
+        carry = params, optimizer.init(params)
+        return jax.lax.scan(lambda c, flag: (step(*c, grads, flag), c), carry, flags)
+
+    (last, state), carries = jax.jit(jax.vmap(run))(params, grads, flags)
+    before = carries[0]["w"]
+    after = jnp.concatenate([before[:, 1:], last["w"][:, None]], axis=1)
+    np.testing.assert_array_equal((before == after).all(-1), ~flags)
+    counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    np.testing.assert_array_equal(counts[:2], [[2, 2], [2, 2]])
+    if way != "plain":
+        np.testing.assert_array_equal(state.total_skipped, [2, 2])
+        np.testing.assert_array_equal(state.consecutive_skipped, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("way", "skip", "vma"),
+    [("plain", "cond", True), ("counting", "cond", True), ("wrapped", "where", False)],
+)
+def test_steps_under_shard_map(way, skip, vma, rng):
+    # Gradients are replicated and parameters are sharded; of two flags one is replicated, the other
+    # differs between devices.
+    optimizer, step = make_step(way, skip)
+    params, flags = normal(rng, 4), jnp.array([True, False, True, True])
+
+    def run(params, part, flags):
+        together = jax.lax.pmin(flags[0].astype(jnp.int32), "data") == 1
+        given = ((params, together), (part, together), (part, flags[0]))
+        return [step(p, optimizer.init(p), p, flag)[0] for p, flag in given]
+
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": [P(), P("data"), P("data")]}
+    mapped = jax.shard_map(run, mesh=mesh_of(4), check_vma=vma, **specs)
+    same, part, own = jax.jit(mapped)(params, params, flags)
+    assert_same_bits(same, params)
+    assert_same_bits(part, params)
+    np.testing.assert_array_equal(own == params, ~flags)
+
+
+def test_a_flag_of_each_device_on_parameters_of_all_is_no_cond(rng):
+    # A lax.cond would call its result the same on all devices, which it is not.
+    optimizer, step = make_step("plain", "cond")
+    params, flags = normal(rng, 3), jnp.array([True, False])
+    run = lambda params, f: step(params, optimizer.init(params), params, f[0])[0][None]  # noqa: E731
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    mapped = jax.shard_map(run, mesh=mesh_of(2), **specs)
+    assert "cond[" not in str(jax.make_jaxpr(mapped)(params, flags))
+    np.testing.assert_array_equal((jax.jit(mapped)(params, flags) == params).all(1), ~flags)
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+def test_a_skipped_step_keeps_subnormal_numbers(skip):
+    params = {"w": jnp.array([2.0**-140, -(2.0**-149), -0.0], jnp.float32)}
+    optimizer, step = make_step("counting", skip)
+    new, _ = jax.jit(step)(params, optimizer.init(params), params, jnp.array(False))
+    assert_same_bits(new, params)
+
+
+def test_a_state_with_python_numbers_is_selected(rng):
+    rate = optax.GradientTransformation(
+        lambda params: {"rate": 0.5, "steps": jnp.int32(0)},
+        lambda g, s, p=None: (
+            jax.tree.map(lambda x: -s["rate"] * x, g),
+            s | {"steps": s["steps"] + 1},
+        ),
+    )
+    params = {"w": normal(rng, 3)}
+
+    @jax.jit
+    def step(params, steps, finite):
+        state = {"rate": 0.5, "steps": steps}
+        params, state = jmpx.optimizer_update(params, rate, state, params, finite)
+        assert state["rate"] == 0.5 and isinstance(state["rate"], float)
+        return params, state["steps"]
+
+    for finite in (True, False):
+        new, steps = step(params, jnp.int32(3), finite)
+        assert steps == 3 + finite
+        np.testing.assert_array_equal(new["w"], params["w"] / (2 if finite else 1))
+
+
+# What is refused, and warned of
+
+
+def test_a_view_that_reaches_an_optimizer_is_told(rng):
+    optimizer = optax.sgd(0.1)
+    counting, model = jmpx.skip_nonfinite(optimizer), eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    view, state = jmpx.equinox.with_policies(model, "c=bf16,o=f32"), counting.init(model)
+    for call in (
+        counting.init,
+        lambda model: counting.init({"layers": [{"head": model}]}),
+        lambda model: counting.update(model, state),
+        lambda model: jmpx.optimizer_update(model, optimizer, optimizer.init(model), model, True),
+    ):
+        call(model)  # nothing is said
+        with warns_once(__file__, "got a view of its Linear.*: give the policy to"):
+            call(view)
+
+    def loss_fn(model, x):  # nor in the loop of the docs
+        return jax.vmap(jmpx.equinox.with_policies(model, "c=bf16,o=f32"))(x).sum()
+
+    @jax.jit
+    def step(model, state, x):
+        _, finite, grads = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="full")(model, x)
+        return jmpx.optimizer_update(model, counting, state, grads, finite)
+
+    step(model, state, normal(rng, 4, 2))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("model", [{"w": np.ones(2, np.float32), "f": None}, [np.ones(2)]])
+def test_swapped_arguments_are_a_sentence(model, momentum):
+    optimizer = optax.sgd(0.1, momentum)
+    state = optimizer.init(model)
+    right = [model, optimizer, state, model, True]
+    jmpx.optimizer_update(*right[:4], True)
+    order = r"the arguments are \(model, optimizer, optimizer_state, grads, grads_finite\)\.$"
+    for a in range(5):
+        for b in range(a):
+            if (b, a) == (0, 3):
+                continue  # of one structure: nothing tells them apart
+            swapped = list(right)
+            swapped[a], swapped[b] = right[b], right[a]
+            flag = "Expected grads_finite to be a scalar bool, got a tuple: "
+            with pytest.raises(TypeError, match=flag if (b, a) == (2, 4) else order) as error:
+                jmpx.optimizer_update(*swapped)
+            assert "\n" not in str(error.value), (a, b)
+
+
+HIDING = {
+    "chain": (lambda inner: optax.chain(optax.clip(1.0), inner), jnp.array(True)),
+    "MultiSteps": (lambda inner: optax.MultiSteps(inner, 2), False),
+    "MultiSteps as a transformation": (
+        lambda inner: optax.MultiSteps(
+            optax.chain(optax.clip(1.0), inner), 2
+        ).gradient_transformation(),
+        np.bool_(True),
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", HIDING)
+def test_a_hidden_skip_nonfinite_is_warned_of(name, rng):
+    hide, finite = HIDING[name]
+    optimizer, params = hide(jmpx.skip_nonfinite(lenient(optax.sgd(0.1)))), make_params(rng)
+    state = optimizer.init(params)
+    with warns_once(__file__, "inside other transformations, which does not count the steps"):
+        jmpx.optimizer_update(params, optimizer, state, params, finite)
+    if name == "chain":  # it may skip alone
+        grads = like(params, rng, jnp.nan)
+        new, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+        assert_same_bits(new, params)
+        assert state[1].total_skipped == 1
+
+
+def test_an_optimizer_of_nnx_is_refused_with_what_to_pass():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    for state in (None, optimizer, optimizer.opt_state):
+        with pytest.raises(TypeError, match=r"got flax\.nnx.*Optimizer: pass .*optimizer\.tx"):
+            jmpx.optimizer_update(model, optimizer, state, grads, True)
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_the_state_of_the_optimizer_inside_is_refused(inner):
+    params, optimizer = {"w": jnp.ones(2)}, jmpx.skip_nonfinite(inner)
+    for call in (
+        lambda state, finite: optimizer.update(params, state, params),
+        lambda state, finite: jmpx.optimizer_update(params, optimizer, state, params, finite),
+    ):
+        with pytest.raises(TypeError, match=r"got a tuple: make it by the init of the wrapped"):
+            jax.jit(call)(inner.init(params), jnp.array(True))
