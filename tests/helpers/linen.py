@@ -2,20 +2,33 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
+import jmpx.flax
 from helpers import LOG, normal
 
 
 def init(rng, model, *args):
-    """Variables with random parameters, biases and scales too, that bfloat16 would round."""
-    variables = model.init(jax.random.key(0), *args)
-    params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), variables["params"])
+    """Variables with random parameters that 16 bits would round; in other collections are ones."""
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *args))
     LOG.clear()
+    variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), shapes["params"])
     return {**variables, "params": params}
 
 
 def cast(tree, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def under(policy_map, model, *args, **kwargs):
+    """Returns a function of variables that applies a model in a context."""
+
+    def run(variables):
+        with jmpx.flax.policies(policy_map):
+            return model.apply(variables, *args, **kwargs)
+
+    return run
 
 
 class Watched(nn.Module):

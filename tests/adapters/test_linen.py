@@ -1,0 +1,457 @@
+"""Policy maps over Linen: methods, parameters, `dtype` fields, arrays that are made inside."""
+
+# Flax types the result of `apply` as a union with the state that it updated.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import BF16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
+from helpers.jaxprs import FULL, LOW, dots, equations_of
+from helpers.linen import Watched, cast, init, under
+
+import jmpx
+import jmpx.flax
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+F16 = jnp.float16
+X = normal(np.random.default_rng(0), 3, 4)
+
+
+def assert_same_results(run, by_hand, variables):
+    """Compares two functions to the bit, in one program: XLA may leave a rounding out of both."""
+    assert_same_bits(*jax.jit(lambda variables: (run(variables), by_hand(variables)))(variables))
+
+
+def products(fn, *args):
+    """Returns the dtypes in which products run, by the number of columns of the second operand."""
+    eqns = [eqn for eqn in equations_of(fn, *args) if eqn.primitive.name == "dot_general"]
+    return {eqn.invars[1].aval.shape[-1]: eqn.invars[0].aval.dtype.name for eqn in eqns}
+
+
+# Methods
+
+
+class Methods(nn.Module):
+    """Notes what each of its methods gets, by the method's name."""
+
+    def setup(self):
+        self.of_setup = self.given_by_setup(jnp.ones((3, 3)))
+        self.inner = nn.Dense(2)
+
+    def __call__(self, x):
+        return self.note("__call__", x)
+
+    def given_by_setup(self, x):
+        return self.note("given_by_setup", x)
+
+    def _encode(self, x):
+        return self.note("_encode", x)
+
+    def lifted(self, x):
+        def branch(inner, x):
+            return self.note("branch", x)
+
+        return nn.cond(True, branch, branch, self.inner, self.note("lifted", x).astype(F32))
+
+    @nn.nowrap
+    def note(self, name, x):
+        LOG.append((name, x.dtype.name))
+        return x @ jnp.eye(3, dtype=x.dtype)
+
+
+# What a method of each name gets, and the products of its call under autocast: one is of `setup`,
+# through a public method.
+RECEIVED = {
+    "__call__": ({"__call__": "bfloat16"}, {FULL}),
+    "_encode": ({"_encode": "float32"}, {LOW, FULL}),
+    "lifted": ({"lifted": "bfloat16", "branch": "float32"}, {FULL}),
+}
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_public_methods_of_the_class_are_boundaries_and_marked_for_rules(name, log):
+    received, marked = RECEIVED[name]
+    x = jnp.ones((3, 3))
+    run = under("c=bf16,o=f32; Dense?: c=f16", Methods(), x, method=name)
+    jax.eval_shape(run, {})
+    assert dict(log) == {"given_by_setup": "bfloat16", **received}
+    run = jmpx.autocast(lambda x: Methods().apply({}, x, method=name), "c=bf16; Methods?: full")
+    assert {*dots(run, x)} == marked
+
+
+class Coder(nn.Module):
+    def setup(self):
+        self.inner = Watched()
+        self.w = self.param("w", nn.initializers.ones, (4,))
+
+    def _help(self, x):
+        LOG.append(("help", x.dtype.name, self.w.dtype.name))
+        return x
+
+    def encode(self, x):
+        x = self.inner(x)
+        LOG.append(("encoded", x.dtype.name))
+        return self._help(x.astype(F32)).astype(x.dtype)
+
+    def decode(self, h):
+        return h * self.w
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+class Derived(Coder):
+    def __call__(self, x):
+        y = super().__call__(x)
+        LOG.append(("derived", y.dtype.name))
+        return y
+
+
+def test_own_methods_are_part_of_the_call_and_any_public_one_is_a_boundary(rng, log):
+    variables = init(rng, Coder(), X)
+    seen = [
+        ("inner", "bfloat16", "bfloat16"),
+        ("encoded", "bfloat16"),
+        ("help", "float32", "bfloat16"),
+    ]
+    whole = under("c=bf16,o=f32", Derived(), X)
+    assert jax.eval_shape(whole, variables).dtype == F32
+    assert log == [*seen, ("derived", "bfloat16")]
+    log.clear()
+
+    def pieces(variables):
+        encoded = under("c=bf16,o=f32", Coder(), X, method="encode")(variables)
+        y = under("c=bf16,o=f32", Coder(), encoded, method=Coder.decode)(variables)
+        one = under(MIXED, Coder(), X, method=lambda model, x: model.inner(x))(variables)
+        return y, encoded, one
+
+    (y, encoded, one), expected = jax.jit(lambda v: (pieces(v), whole(v)))(variables)
+    assert log[:3] == seen and encoded.dtype == one.dtype == F32
+    # Outermost both, so what passes between them is of the output dtype: the same numbers here.
+    assert_same_bits(y, expected)
+
+
+# Parameters and other arrays
+
+
+def test_partitioned_parameters_keep_their_boxes():
+    dense = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, "x")))
+
+    with jmpx.flax.policies(MIXED):
+        variables = jax.jit(dense.init)(jax.random.key(0), X)
+    kernel = variables["params"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned) and kernel.value.dtype == F32
+    by_hand = lambda v: dense.apply(cast(v, BF16), X.astype(BF16)).astype(F32)  # noqa: E731
+    assert_same_results(under(MIXED, dense, X), by_hand, variables)
+
+
+def test_custom_policies_cast_by_their_own_casts(rng):
+    class Clipped(jmpx.Policy):
+        def cast_to_compute(self, tree):
+            return jax.tree.map(lambda x: jnp.clip(x, -0.5, 0.5), super().cast_to_compute(tree))
+
+    def by_hand(variables):
+        x, w = (jnp.clip(v.astype(BF16), -0.5, 0.5) for v in (X, variables["params"]["w"]))
+        return (x @ w).astype(F32)
+
+    run = under(Clipped(F32, BF16, F32), Watched(), X)
+    assert_same_results(run, by_hand, init(rng, Watched(), X))
+
+
+def test_a_bound_module_outlives_the_context(rng, log):
+    bound = Watched().bind(init(rng, Watched(), X))
+    plain = bound(X)
+    with jmpx.flax.policies("c=bf16"):
+        assert bound(X).dtype == BF16
+    assert_same_bits(bound(X), plain)
+
+
+def test_shared_modules_and_modules_as_attributes(rng):
+    class Twice(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            x = self.inner(x)
+            return Other(self.inner, name="other")(x)
+
+    class Other(nn.Module):
+        shared: nn.Module
+
+        def __call__(self, x):
+            return self.shared(x)
+
+    model = Twice(Watched())
+    variables = init(rng, model, X)
+    jax.eval_shape(under(f"{MIXED}; Other: full", model, X), variables)
+    # One module in two surroundings reads its stored parameter in each of them.
+    assert LOG == [("inner", *2 * ("bfloat16",)), ("inner", *2 * ("float32",))]
+
+
+def test_embedding_is_looked_up_and_attended(rng):
+    model, tokens = nn.Embed(7, 4), jnp.arange(7)
+    variables = init(rng, model, tokens)
+    y = under(MIXED, model, tokens)(variables)
+    table = variables["params"]["embedding"].astype(BF16)
+    assert_same_bits(y, table.astype(F32))
+    logits = under(MIXED, model, y, method="attend")(variables)
+    assert_same_bits(logits, (table @ table.T).astype(F32))
+
+
+def test_what_is_not_a_parameter_is_as_stored(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, flag, index):
+            state = self.variable("state", "sum", jnp.zeros, (4,))
+            w = self.param("w", nn.initializers.ones, (4,))
+            stored = self.variables["params"]["w"].dtype.name
+            LOG.append((state.value.dtype.name, w.dtype.name, stored, flag, index.dtype.name))
+            state.value = state.value + x.sum(0).astype(F32)
+            return {"y": x * w, "n": index, "name": "net"}
+
+    index = jnp.arange(3)
+    variables = init(rng, Net(), X, True, index)
+    run = under("c=bf16", Net(), X, True, index=index, mutable=["state"])
+    result, state = run(variables)
+    assert LOG == [("float32", "bfloat16", "float32", True, "int32")]
+    assert result["y"].dtype == BF16 and result["n"].dtype == jnp.int32 and result["name"] == "net"
+    assert set(dtypes(state)) == {"float32"}
+
+
+# A rule sets the field
+
+
+class Block(nn.Module):
+    """A block as public code writes it; a layer of it has another field, and one has none."""
+
+    dtype: Any = jnp.float32
+    other: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(5, dtype=self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        x = nn.Dense(6, dtype=self.other)(x)
+        return nn.Dense(7)(x)
+
+
+class SetupBlock(nn.Module):
+    dtype: Any = jnp.float32
+    other: Any = jnp.float32
+
+    def setup(self):
+        self.one = nn.Dense(5, dtype=self.dtype)
+        self.norm = nn.LayerNorm(dtype=self.dtype)
+        self.two = nn.Dense(6, dtype=self.other)
+        self.three = nn.Dense(7)
+        self.kind = jnp.dtype(self.dtype).name
+
+    def __call__(self, x):
+        assert self.kind == jnp.dtype(self.dtype).name
+        return self.three(self.two(self.norm(self.one(x))))
+
+
+# The blocks, what the second field is, the rule, and what the second layer computes in: it follows
+# the rule only if its field has the value that was handed down.
+FIELDS = [
+    (Block, F32, "bf16", "bfloat16"),
+    (SetupBlock, F32, "f16", "float16"),
+    (Block, F16, "bf16", "float16"),
+    (SetupBlock, BF16, "bf16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("block", "other", "rule", "second"), FIELDS)
+def test_a_rule_sets_the_field_and_those_that_were_handed_down(rng, block, other, rule, second):
+    model, low = block(other=other), np.dtype(jmpx.get_policy(rule).compute_dtype)
+    variables = init(rng, model, X)
+    run = under(f"f32; {block.__name__}: c={rule}", model, X)
+    assert products(run, variables) == {5: low.name, 6: second, 7: low.name}
+    assert (model.dtype, model.other) == (F32, other)
+    if other == F32:
+        by_hand = lambda v: block(low, low).apply(cast(v, low), X.astype(low)).astype(F32)  # noqa: E731
+        assert_same_results(run, by_hand, variables)
+
+
+def test_float32_rules_over_16_bit_fields(rng):
+    variables = init(rng, Block(BF16, BF16), X)
+    run = under("c=bf16; Block: full", Block(BF16, BF16), X)
+    assert set(products(run, variables).values()) == {"float32"}
+    by_hand = lambda v: Block().apply(v, X).astype(BF16)  # noqa: E731
+    assert_same_results(run, by_hand, variables)
+
+
+@pytest.mark.parametrize("value", ["float32", np.dtype("float32"), jnp.float32, np.float32])
+def test_the_field_is_of_the_kind_that_the_user_wrote(value, log):
+    class Layer(nn.Module):
+        dtype: Any
+
+        def __call__(self, x):
+            LOG.append(self.dtype)
+            raise ZeroDivisionError
+
+    model = Layer(value)
+    with pytest.raises(ZeroDivisionError), jmpx.flax.policies("f32; Layer: bf16"):
+        bound = model.bind({})
+        bound(X)
+    kind = str if isinstance(value, str) else np.dtype if isinstance(value, np.dtype) else type
+    assert log == [BF16 if kind is not str else "bfloat16"]
+    assert isinstance(log[0], kind) and model.dtype is bound.dtype is value  # put back
+
+
+@pytest.mark.parametrize("value", [None, jnp.int32, "text"])
+def test_other_fields_stay(rng, value):
+    class Layer(nn.Module):
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, x):
+            assert self.dtype is value
+            return nn.Dense(4)(x)
+
+    model = Layer(value)
+    run = under("f32; Layer: bf16", model, X)
+    assert products(run, init(rng, model, X)) == {4: "bfloat16"}
+
+
+LIFTS = {
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}),
+    "remat of jit": lambda cls: nn.remat(nn.jit(cls)),
+}
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_fields_of_lifted_modules(rng, name):
+    block = SetupBlock if name == "remat" else Block
+    model = LIFTS[name](block)()
+    variables = init(rng, model, X)
+    run = under(f"f32; {block.__name__}: bf16", model, X)
+    assert set(products(run, variables).values()) == {"bfloat16"}
+    full = products(lambda v: model.apply(v, X), variables)  # nn.jit has not kept the trace
+    assert set(full.values()) == {"float32"}
+
+
+def test_policies_of_classes_set_the_field_too(rng):
+    model = nn.Dense(4, dtype=F32)
+    variables = init(rng, model, X)
+    with jmpx.push_policy(nn.Dense, "c=bf16"):
+        assert products(under(None, model, X), variables) == {4: "bfloat16"}
+
+
+@pytest.mark.thorough
+def test_attention_and_cells_under_a_rule(rng):
+    x = normal(rng, 2, 5, 4)
+    for model in (nn.MultiHeadDotProductAttention(2, dtype=F32), nn.RNN(nn.LSTMCell(4, dtype=F32))):
+        variables = init(rng, model, x)
+        rules = "f32; MultiHeadDotProductAttention?: c=bf16; LSTMCell?: bf16"
+        assert set(products(under(rules, model, x), variables).values()) == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("field", "compute"), [(F32, "bf16"), (BF16, "bf16"), (F16, "bf16")])
+@pytest.mark.filterwarnings("ignore:The dtype field of")
+def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field, compute):
+    model = nn.Dense(3, dtype=field)
+    variables = init(rng, model, X)
+    run = under(f"c={compute},o=f32", model, X)
+    by_hand = lambda v: model.apply(cast(v, field), X.astype(field)).astype(F32)  # noqa: E731
+    # No other rounding before.
+    assert_same_results(run, by_hand, variables)
+
+
+# Arrays that are made inside
+
+
+class Noisy(nn.Module):
+    """Noise and one-hots in float32 before each layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(5)(x + jax.random.normal(self.make_rng("noise"), x.shape, F32))
+        x = nn.BatchNorm(use_running_average=False)(x)
+        x = nn.Conv(6, (1,))(nn.LayerNorm()(nn.Dense(8)(x)))
+        y = nn.Embed(7, 9)(jnp.arange(3)) + nn.DenseGeneral(9)(jax.nn.one_hot(jnp.arange(3), 4))
+        return nn.Dense(10)(x), nn.Dense(11)(y)
+
+
+def test_what_is_made_inside_does_not_widen_the_layers():
+    rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+    init = lambda: Noisy().init(rngs, X)  # noqa: E731
+    variables = jax.eval_shape(init)
+    options = {"rngs": {"noise": jax.random.key(2)}, "mutable": ["batch_stats"]}
+    run = under("c=bf16,o=f32", Noisy(), X, **options)
+    assert set(products(run, variables).values()) == {"bfloat16"}
+    assert set(dtypes(jax.eval_shape(run, variables))) == {"float32"}
+    with jmpx.flax.policies("c=bf16"):
+        assert jax.eval_shape(init) == variables
+
+
+class Wide(nn.Module):
+    """A layer that reads a parameter itself, and notes the dtypes of its inputs."""
+
+    @nn.compact
+    def __call__(self, x, y=None, *, index=None):
+        w = self.param("w", nn.initializers.ones, (4,))
+        self.sow("seen", "dtypes", jnp.zeros(0, x.dtype))
+        return x * w if index is None else (x * w)[index]
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype"), [(jnp.ones, "float32"), (np.ones, "float16"), (np.ones, "bfloat16")]
+)
+def test_floating_inputs_alone_are_cast(rng, made, dtype):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = Wide()(made((3, 4), dtype), "text", index=jnp.arange(2))
+            return y, x
+
+    params = {"params": init(rng, Net(), jnp.arange(3))["params"]}
+    run = under("c=bf16", Net(), jnp.arange(3), mutable=["seen"])
+    (y, x), seen = jax.eval_shape(run, params)
+    assert (y.dtype, x.dtype) == (BF16, jnp.int32) and y.shape == (2, 4)
+    assert set(dtypes(seen)) == {"bfloat16"}
+    with jmpx.flax.policies("c=bf16"):
+        created, _ = jax.eval_shape(
+            lambda: Net().init_with_output(jax.random.key(0), jnp.arange(3))
+        )
+    assert created[0].dtype == BF16
+
+
+def test_rules_and_parents_that_own_nothing_keep_theirs(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            noise = jnp.ones(x.shape, F32)
+            island = nn.Dense(4, name="island")(x + noise)
+            assert self.is_initializing() or (island.dtype, noise.dtype) == (BF16, F32)
+            return nn.Dense(5, name="layer")(noise)
+
+    run = under("c=bf16; */island: full", Net(), X)
+    assert products(run, init(rng, Net(), X)) == {4: "float32", 5: "bfloat16"}
+
+
+@pytest.mark.parametrize("made_in_context", [False, True])
+def test_a_cache_keeps_its_dtype(rng, made_in_context):
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.LayerNorm()(x + jnp.ones(x.shape, F32))
+            return nn.MultiHeadDotProductAttention(2, decode=True)(x)
+
+    model, x = Decoder(), normal(rng, 2, 5, 4)
+    create = lambda: model.init(jax.random.key(0), x)  # noqa: E731
+    variables = jax.eval_shape(create)
+    if made_in_context:
+        with jmpx.flax.policies("c=bf16"):
+            variables = jax.eval_shape(create)
+    y, state = jax.eval_shape(under("c=bf16", model, x[:, :1], mutable=["cache"]), variables)
+    floats = {name for name in dtypes(state) if "float" in name}
+    assert y.dtype == BF16 and floats == {"bfloat16" if made_in_context else "float32"}
