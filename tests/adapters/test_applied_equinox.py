@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import warnings
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,27 +10,25 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import BF16, F16, F32, assert_same_bits, dtypes, normal, warns_once
-from helpers.equinox_net import randomized
-from helpers.jaxprs import dots
+from helpers import BF16, F16, F32, assert_same_bits, dtypes, warns_once
+from helpers.jaxprs import FULL, LOW, dots
 
 import jmpx
-from jmpx._base.leaves import is_view
 from jmpx.equinox import with_policies
 
 RULES = "c=bf16,o=f32; LayerNorm: full; */head: c=f32"
 APPLIED = f"by=modules,{RULES}"
-optimizer = optax.adam(0.01)
+NOOP = jmpx.NoOpLossScale()
+KEY = jax.random.key(0)
 
 
 class Block(eqx.Module):
     inner: eqx.nn.Linear
     head: eqx.nn.Linear
 
-    def __init__(self, key, width):
-        keys = jax.random.split(key)
-        self.inner = eqx.nn.Linear(3, width, key=keys[0])
-        self.head = eqx.nn.Linear(width, 2, key=keys[1])
+    def __init__(self, width=4):
+        self.inner = eqx.nn.Linear(3, width, key=KEY)
+        self.head = eqx.nn.Linear(width, 2, key=KEY)
 
     def __call__(self, x):
         return self.head(jnp.tanh(self.inner(x)))
@@ -41,8 +39,8 @@ class Net(eqx.Module):
     norm: eqx.nn.LayerNorm
     scale: jax.Array
 
-    def __init__(self, key, width=4):
-        self.block, self.norm = Block(key, width), eqx.nn.LayerNorm(2)
+    def __init__(self, width=4):
+        self.block, self.norm = Block(width), eqx.nn.LayerNorm(2)
         self.scale = jnp.ones(())
 
     def __call__(self, x):
@@ -93,24 +91,36 @@ class Pair(NamedTuple):
     right: Any
 
 
-@pytest.fixture
-def net(key, rng):
-    return randomized(Net(key), rng)
-
-
-@pytest.fixture
-def state(net):
-    opt_state = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
-    return TrainState(net, opt_state, jmpx.DynamicLossScale(8.0), jnp.float32(0.1))
+NET = Net()
+X = jnp.arange(3.0)
+OPT_STATE = optax.adam(0.01).init(eqx.filter(NET, eqx.is_inexact_array))
+SCALING, RATE = jmpx.DynamicLossScale(8.0), jnp.float32(0.1)
 
 
 def train_state(net):
-    opt_state = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
-    return TrainState(net, opt_state, jmpx.DynamicLossScale(8.0), jnp.float32(0.1))
+    return TrainState(net, OPT_STATE, SCALING, RATE)
 
 
-def call(get):
-    return lambda argument, x: get(argument)(x)
+def same_arrays(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return jax.tree.structure(tree) == jax.tree.structure(other) and all(a is b for a, b in pairs)
+
+
+def program(function, model, *args):
+    """The text of the jaxpr of a function of a model and of other arguments."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def on_arrays(params, *args):
+        return eqx.filter(function(eqx.combine(params, static), *args), eqx.is_array)
+
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(on_arrays)(params, *args)))
+
+
+def assert_is_view(applied, of_view, model=NET, x=X, rules=RULES):
+    """Holds a function of a model to have the program of another function of the model's view."""
+    found = program(applied, model, x)
+    assert found == program(lambda model, x: of_view(with_policies(model, rules), x), model, x)
+    assert "bf16" in found
 
 
 def call_it(model, x):
@@ -125,38 +135,38 @@ ARGUMENTS = {
     "dataclass": (lambda m: Run(m, 1), lambda a: a.model, lambda m: m),
     "named tuple": (lambda m: Pair(m, None), lambda a: a.left, lambda m: m),
     "train state": (train_state, lambda a: a.model, lambda m: m),
-    "nested state": (lambda m: Nested(train_state(m), [m]), lambda a: a.state.model, lambda m: m),
+    "nested state": (lambda m: Nested(train_state(m), []), lambda a: a.state.model, lambda m: m),
     "method": (lambda m: m.features, lambda a: a, lambda m: m.features),
     "renamed method": (lambda m: m.other, lambda a: a, lambda m: m.other),
     "jitted method": (lambda m: m.jitted, lambda a: a, lambda m: m.jitted),
     "partial": (lambda m: eqx.Partial(m), lambda a: a, lambda m: m),
     "jax partial": (lambda m: jax.tree_util.Partial(call_it, m), lambda a: a, lambda m: m),
     "filter_jit": (eqx.filter_jit, lambda a: a, eqx.filter_jit),
-    "filter_checkpoint": (eqx.filter_checkpoint, lambda a: a, lambda m: m),
+    "filter_checkpoint": (eqx.filter_checkpoint, lambda a: a, eqx.filter_checkpoint),
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_a_model_among_the_arguments_is_a_view(kind, net, rng):
+def test_a_model_among_the_arguments_is_a_view(kind):
     make, get, of_view = ARGUMENTS[kind]
-    x = normal(rng, 3)
-    result = jmpx.apply_policy(call(get), APPLIED)(make(net), x)
-    assert_same_bits(result, of_view(with_policies(net, RULES))(x))
-    assert result.dtype == F32
+    run = jmpx.apply_policy(lambda argument, x: get(argument)(x), APPLIED)
+    assert_is_view(lambda model, x: run(make(model), x), lambda view, x: of_view(view)(x))
 
 
-@pytest.mark.thorough
-def test_the_function_itself_is_a_model_or_a_method_or_holds_one(net, rng):
-    x, view = normal(rng, 4, 3), with_policies(net, RULES)
-    expected = jax.vmap(view)(x)
-    assert_same_bits(jmpx.apply_policy(net, APPLIED)(x[0]), view(x[0]))
-    assert_same_bits(jmpx.apply_policy(eqx.filter_vmap(net), APPLIED)(x), expected)
-    held = functools.partial(lambda model, x: jax.vmap(model)(x), net)
-    assert_same_bits(jmpx.apply_policy(held, APPLIED)(x), expected)
-    assert_same_bits(jmpx.apply_policy(net.features, APPLIED)(x[0]), view.features(x[0]))
-    result = jmpx.apply_policy(lambda model, x: model(x), APPLIED)(eqx.filter_vmap(net), x)
-    assert_same_bits(result, expected)
+# The function itself is a model, or a method, or holds one.
+FUNCTIONS = {
+    "model": (lambda m: m, call_it),
+    "filter_vmap": (eqx.filter_vmap, lambda view, x: jax.vmap(view)(x)),
+    "partial": (lambda m: functools.partial(call_it, m), call_it),
+    "method": (lambda m: m.features, lambda view, x: view.features(x)),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_the_function_itself_is_a_model_or_a_method_or_holds_one(kind):
+    make, of_view = FUNCTIONS[kind]
+    x = jnp.stack([X, X]) if kind == "filter_vmap" else X
+    assert_is_view(lambda model, x: jmpx.apply_policy(make(model), APPLIED)(x), of_view, x=x)
 
 
 TRANSFORMED = {
@@ -169,31 +179,18 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("outside", [True, False])
-def test_under_transformations(name, outside, net, rng):
-    transform, x = TRANSFORMED[name], normal(rng, 2, 3)
-
-    def forward(model, x):
-        return jax.vmap(model)(x)
-
-    def by_hand(model, x):
-        return forward(with_policies(model, RULES), x)
-
-    if outside:
-        apply = transform(jmpx.apply_policy(forward, APPLIED))
-        expected = transform(by_hand)
-    else:
-        apply = jmpx.apply_policy(transform(forward), APPLIED)
-        expected = lambda model, x: transform(forward)(with_policies(model, RULES), x)  # noqa: E731
-    assert_same_bits(apply(net, x), expected(net, x))
+def test_under_transformations(name):
+    transform = TRANSFORMED[name]
+    assert_is_view(jmpx.apply_policy(transform(call_it), APPLIED), transform(call_it))
+    outside = transform(jmpx.apply_policy(call_it, APPLIED))
+    by_hand = transform(lambda model, x: with_policies(model, RULES)(x))
+    assert dots(lambda x: outside(NET, x), X) == dots(lambda x: by_hand(NET, x), X)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("rules", [RULES, "c=f16,o=f32; Block: full; */inner: f16", "c=bf16,o=f32"])
-def test_gradients_and_programs_are_those_of_views_inside_of_the_loss(rules, net, rng):
-    x, y, scaling = normal(rng, 5, 3), normal(rng, 5, 2), jmpx.DynamicLossScale(4.0)
+@pytest.mark.parametrize("rules", [RULES, "c=f16,o=f32; Block: full; */inner: f16"])
+def test_gradients_and_programs_are_those_of_views_inside_of_the_loss(rules):
+    x, y, scaling = jnp.ones((5, 3)), jnp.ones((5, 2)), jmpx.DynamicLossScale(4.0)
 
     def loss_fn(model, x, y):
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
@@ -203,8 +200,7 @@ def test_gradients_and_programs_are_those_of_views_inside_of_the_loss(rules, net
 
     applied = jmpx.filter_value_and_grad(loss_fn, scaling, policy=f"by=modules,{rules}")
     expected = jmpx.filter_value_and_grad(by_hand, scaling, policy="full")
-    assert_same_bits(applied(net, x, y), expected(net, x, y))
-    params, static = eqx.partition(net, eqx.is_array)
+    params, static = eqx.partition(NET, eqx.is_array)
 
     def lowered(function):
         def step(params, x, y):
@@ -214,54 +210,49 @@ def test_gradients_and_programs_are_those_of_views_inside_of_the_loss(rules, net
         return jax.jit(step).lower(params, x, y).as_text()
 
     assert lowered(applied) == lowered(expected)
-    grads = applied(net, x, y)[3]
+    grads = eqx.filter_eval_shape(applied, NET, x, y).grads
     assert type(grads.block.inner) is eqx.nn.Linear and set(dtypes(grads)) == {"float32"}
 
 
-def test_paths_begin_at_each_of_two_models(key, rng):
-    models = {"a": Net(key, 4), "b": (Net(key, 6), Block(key, 5))}
-    seen = []
+def test_paths_begin_at_each_of_two_models():
+    models, seen = {"a": Net(4), "b": (Net(6), Block(5))}, []
 
     def f(models, x):
         seen.extend(each.block.head.weight.dtype for each in (models["a"], models["b"][0]))
         seen.append(models["b"][1].head.weight.dtype)
         return models["a"](x), models["b"][0](x)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # each rule is used
-        policy_map = "c=bf16,o=f32; /block/head: f16; /head: f32"
-        result = jmpx.apply_policy(f, policy_map)(models, jnp.ones(3))
+    policy_map = "c=bf16,o=f32; /block/head: f16; /head: f32"  # each rule is used
+    result = eqx.filter_eval_shape(jmpx.apply_policy(f, policy_map), models, X)
     assert seen == [F16, F16, F32] and {each.dtype for each in result} == {F32}
-    with warns_once(__file__, "'/heads: .*' .* matched no"):
-        jmpx.apply_policy(f, "c=bf16; /heads: f32; /head: f32")(models, jnp.ones(3))
 
 
-def test_what_is_no_model_is_left_alone(state, net, rng):
-    data = Data(normal(rng, 3), {"y": normal(rng, 2)})
+def test_what_is_no_model_is_left_alone():
+    given, given_data = train_state(NET), Data(X, {"y": X})
 
     def f(state, data, scale, opt_state):
         assert same_arrays(state.opt_state, given.opt_state)
         assert_same_bits(state.loss_scale, given.loss_scale)
         assert state.rate.dtype == F32 and state.model.scale.dtype == BF16
         assert same_arrays((data, opt_state), (given_data, given.opt_state))
-        return state.model(data.x), scale
+        return state.model(data.x), scale, state
 
-    given, given_data = state, data
-    out, scale = jmpx.apply_policy(f, APPLIED)(state, data, state.loss_scale, state.opt_state)
+    out, scale, back = jmpx.apply_policy(f, APPLIED)(
+        given, given_data, given.loss_scale, given.opt_state
+    )
     assert out.dtype == F32
-    assert_same_bits(scale, state.loss_scale)
+    assert_same_bits((scale, back), (given.loss_scale, given))
+    assert same_arrays((back.model, back.opt_state), (given.model, given.opt_state))
 
 
-def test_what_is_wrapped_in_autocast_is_left_alone(net, rng):
-    x = normal(rng, 3)
-
+def test_what_is_wrapped_in_autocast_is_left_alone():
     def f(model, wrapped, x):
         assert wrapped.block.head.weight.dtype == F32
         return model(x), wrapped(x)
 
-    wrapped = jmpx.autocast(net, "c=bf16")
-    _, out = jmpx.apply_policy(f, APPLIED)(net, wrapped, x)
-    assert_same_bits(out, wrapped(x))
+    wrapped = jmpx.autocast(NET, "c=bf16")
+    found = dots(lambda x: jmpx.apply_policy(f, APPLIED)(NET, wrapped, x), X)
+    assert found == [LOW, FULL, LOW, LOW]
 
 
 class WithNorm(eqx.Module):
@@ -272,42 +263,43 @@ class WithNorm(eqx.Module):
         return self.norm(self.inner(x), state)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_batch_norm_and_its_state(mode, key, rng):
+def test_batch_norm_and_its_state(mode):
     def make():
         norm = eqx.nn.BatchNorm(2, axis_name="batch", mode=mode)
-        return WithNorm(eqx.nn.Linear(3, 2, key=key), norm)
+        return WithNorm(eqx.nn.Linear(3, 2, key=KEY), norm)
 
     model, state = eqx.nn.make_with_state(make)()
-    x, y = normal(rng, 5, 3), normal(rng, 5, 2)
 
-    def loss_fn(model, state, x, y):
+    def loss_fn(model, state, x):
         batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         out, state = batched(x, state)
-        return jnp.mean((out - y) ** 2), state
+        return jnp.mean(out**2), state
 
     def by_hand(model, *args):
         return loss_fn(with_policies(model, "c=bf16,o=f32"), *args)
 
-    cases: list[tuple[Any, str]] = [(loss_fn, "by=modules,c=bf16,o=f32"), (by_hand, "full")]
-    actual, expected = (
-        jmpx.filter_value_and_grad(
+    def gradient(f, policy):
+        scaled = jmpx.filter_value_and_grad(
             f, jmpx.DynamicLossScale(), has_aux=True, policy=policy, state_argnum=1
-        )(model, state, x, y)
-        for f, policy in cases
-    )
-    assert_same_bits(actual, expected)
-    assert {"float32"} <= set(dtypes(actual[0][1])) <= {"float32", "bool", "int32"}
+        )
+        return lambda model, x: scaled(model, state, x)
+
+    applied = gradient(loss_fn, "by=modules,c=bf16,o=f32")
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm divides a float by an int32
+        found = program(applied, model, jnp.ones((5, 3)))
+        assert found == program(gradient(by_hand, "full"), model, jnp.ones((5, 3)))
+        shapes = eqx.filter_eval_shape(applied, model, jnp.ones((5, 3)))
+    assert {"float32"} <= set(dtypes(shapes[0][1])) <= {"float32", "bool", "int32"}
 
 
 @pytest.mark.parametrize("policy_map", ["c=bf16,o=f32", "c=bf16,o=f32; Tied: full"])
-def test_class_policies_and_shared_layers(policy_map, key, rng):
+def test_class_policies_and_shared_layers(policy_map):
     class Tied(eqx.Module):
         shared: eqx.nn.Shared
 
-        def __init__(self, key):
-            layers = eqx.nn.Linear(3, 3, key=key), eqx.nn.Linear(3, 3, key=key)
+        def __init__(self):
+            layers = tuple(eqx.nn.Linear(3, 3, key=KEY) for _ in range(2))
             where, get = (lambda pair: pair[1].weight), (lambda pair: pair[0].weight)
             self.shared = eqx.nn.Shared(layers, where, get)
 
@@ -315,39 +307,30 @@ def test_class_policies_and_shared_layers(policy_map, key, rng):
             first, second = self.shared()
             return second(first(x))
 
-    model, x = randomized(Tied(key), rng), normal(rng, 3)
-    params, static = eqx.partition(model, eqx.is_array)
-    apply = jmpx.apply_policy(lambda m, x: m(x), f"by=modules,{policy_map}")
+    apply, model = jmpx.apply_policy(call_it, f"by=modules,{policy_map}"), Tied()
     with jmpx.push_policy(eqx.nn.Linear, "c=f16"):
-        assert_same_bits(apply(model, x), with_policies(model, policy_map)(x))
-        products = dots(lambda params: apply(eqx.combine(params, static), x), params)
-    assert set(products) == {"float16xfloat16"}
+        assert program(apply, model, X) == program(
+            lambda model, x: with_policies(model, policy_map)(x), model, X
+        )
+        assert set(dots(lambda x: apply(model, x), X)) == {"float16xfloat16"}
 
 
-def test_a_frozen_part_has_no_gradient(net, rng):
+def test_a_frozen_part_has_no_gradient():
     where = lambda net: net.block.inner.weight  # noqa: E731
-    mask = eqx.tree_at(where, jax.tree.map(eqx.is_inexact_array, net), False)
-    trained, frozen = eqx.partition(net, mask)
+    mask = eqx.tree_at(where, jax.tree.map(eqx.is_inexact_array, NET), False)
+    trained, frozen = eqx.partition(NET, mask)
 
     def loss_fn(trained, frozen, x):
         return jnp.sum(eqx.combine(trained, frozen)(x) ** 2)
 
-    x = normal(rng, 3)
-    grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy=APPLIED)
-    grads = grad_fn(trained, frozen, x)[-1]
-    whole = jmpx.filter_grad(lambda m, x: jnp.sum(m(x) ** 2), jmpx.NoOpLossScale(), policy=APPLIED)
-    expected = eqx.filter(whole(net, x)[-1], mask)
+    grad_fn = jmpx.filter_grad(loss_fn, NOOP, policy=APPLIED)
+    grads = eqx.filter_eval_shape(grad_fn, trained, frozen, X).grads
     assert where(grads) is None
-    assert_same_bits(grads, expected)
+    assert jax.tree.structure(grads) == jax.tree.structure(trained)
+    assert dots(lambda x: grad_fn(trained, frozen, x).grads, X)[:2] == [LOW, FULL]
 
 
 # Models that are handed back
-
-
-def same_arrays(tree, other):
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return jax.tree.structure(tree) == jax.tree.structure(other) and all(a is b for a, b in pairs)
-
 
 HANDED_BACK = {
     "model": lambda m: m,
@@ -360,22 +343,14 @@ HANDED_BACK = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", HANDED_BACK)
-def test_a_model_that_is_handed_back_is_the_stored_one(kind, net):
+def test_a_model_that_is_handed_back_is_the_stored_one(kind):
     get = HANDED_BACK[kind]
-    assert same_arrays(jmpx.apply_policy(get, APPLIED)(net), get(net))
+    assert same_arrays(jmpx.apply_policy(get, APPLIED)(NET), get(NET))
 
 
-def test_a_train_state_is_handed_back_as_it_came(state, rng):
-    x = normal(rng, 3)
-    _, back = jmpx.apply_policy(lambda state, x: (state.model(x), state), APPLIED)(state, x)
-    assert_same_bits(back, state)
-    assert same_arrays((back.model, back.opt_state), (state.model, state.opt_state))
-
-
-def test_arrays_that_are_replaced_come_back_in_their_stored_dtypes(net):
-    stored = eqx.tree_at(lambda net: net.norm, net, jmpx.cast_tree(net.norm, F16))
+def test_arrays_that_are_replaced_come_back_in_their_stored_dtypes():
+    stored = eqx.tree_at(lambda net: net.norm, NET, jmpx.cast_tree(NET.norm, F16))
     places = lambda net: (net.scale, net.norm.weight, net.block.head.bias)  # noqa: E731
 
     def f(net):
@@ -394,26 +369,22 @@ def halved(model):
 
 ROUNDED = {
     "changed": lambda m: eqx.tree_at(lambda m: m.scale, m, m.scale * 2),
-    "average": lambda m: halved(m),
-    "jit": lambda m: eqx.filter_jit(lambda m: m)(m),
     "vmap": lambda m: jax.vmap(lambda x: jax.tree.map(lambda leaf: leaf * x, m))(jnp.ones(2, BF16)),
     "scan": lambda m: jax.lax.scan(lambda m, x: (halved(m), x), m, jnp.ones(2))[0],
     "layer": lambda m: eqx.filter_jit(lambda m: m)(m.block.head),
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_a_model_that_comes_back_rounded_is_told(kind, net):
+def test_a_model_that_comes_back_rounded_is_told(kind):
     apply = jmpx.apply_policy(ROUNDED[kind], "by=modules,c=bf16,o=f32")
     with warns_once(__file__, r"rounded to bfloat16, .*return the model from outside of that"):
-        back = apply(net)
+        back = apply(NET)
     assert set(dtypes(back)) == {"float32"}
-    leaves = jax.tree.leaves(back, is_leaf=is_view)
-    assert not any(map(is_view, leaves))
+    assert type(back) is (eqx.nn.Linear if kind == "layer" else Net)
 
 
-def test_a_dtype_field_comes_back_as_it_was(key):
+def test_a_dtype_field_comes_back_as_it_was():
     class Heads(eqx.Module):
         rotary: eqx.nn.RotaryPositionalEmbedding
         inner: eqx.nn.Linear
@@ -421,58 +392,40 @@ def test_a_dtype_field_comes_back_as_it_was(key):
         def __call__(self, x):
             return self.inner(self.rotary(x)[0])
 
-    heads = Heads(eqx.nn.RotaryPositionalEmbedding(4), eqx.nn.Linear(4, 4, key=key))
+    heads = Heads(eqx.nn.RotaryPositionalEmbedding(4), eqx.nn.Linear(4, 4, key=KEY))
     policy_map = "by=modules,c=bf16,o=f32; RotaryPositionalEmbedding: f16"
     for f in (lambda m: m), (lambda m: jax.tree.map(lambda leaf: leaf, m)):
         assert same_arrays(jmpx.apply_policy(f, policy_map)(heads), heads)
 
 
-# Views inside of views
+# Views inside of views, and parts of models
 
 
-def test_a_view_of_a_view_is_that_view(net, rng):
-    x = normal(rng, 3)
-
+def test_a_view_of_a_view_is_that_view():
     def f(model, x):
         for part in model, model.block, model.block.inner:
             assert with_policies(part, RULES) is part
-        return model(x), jmpx.apply_policy(lambda m, x: m(x), APPLIED)(model, x)
+        return model(x), jmpx.apply_policy(call_it, APPLIED)(model, x)
 
-    first, second = jmpx.apply_policy(f, APPLIED)(net, x)
-    assert_same_bits(first, second)
+    assert dots(lambda x: jmpx.apply_policy(f, APPLIED)(NET, x), X) == [LOW, FULL] * 2
 
 
-def test_a_part_of_a_view_that_does_not_cast_stays_so(key, rng):
+def test_a_part_of_a_view_that_does_not_cast_stays_so():
     class Outer(eqx.Module):
         parts: eqx.nn.Sequential
 
         def __call__(self, x):
             assert with_policies(self.parts, "c=bf16,o=f32") is self.parts
-            result = jmpx.apply_policy(lambda m, x: m(x), "by=modules,c=bf16,o=f32")(self.parts, x)
+            result = jmpx.apply_policy(call_it, "by=modules,c=bf16,o=f32")(self.parts, x)
             assert result.dtype == BF16  # as the part itself returns it
             return result
 
-    model = Outer(eqx.nn.Sequential([eqx.nn.Linear(3, 3, key=key)]))
-    assert with_policies(model, "c=bf16,o=f32")(normal(rng, 3)).dtype == F32
-
-
-def test_a_view_under_another_map_is_an_error(net):
-    def f(model):
-        return jmpx.apply_policy(lambda m: m(jnp.ones(3)), "by=modules,c=f16")(model)
-
-    with pytest.raises(ValueError, match="a view already, under 'params=.*compute=bfloat16"):
-        jmpx.apply_policy(f, APPLIED)(net)
-
-
-# Parts of a model
-
-
-def loss_of_parts(params, static, x):
-    return jnp.sum(eqx.combine(params, static)(x) ** 2)
+    model = Outer(eqx.nn.Sequential([eqx.nn.Linear(3, 3, key=KEY)]))
+    assert with_policies(model, "c=bf16,o=f32")(X).dtype == F32
 
 
 @pytest.mark.parametrize("test", [eqx.is_array, eqx.is_inexact_array, lambda leaf: False])
-def test_both_parts_of_a_model_are_joined(test, net, key, rng):
+def test_both_parts_of_a_model_are_joined(test):
     class Model(eqx.Module):
         net: Net
         mlp: eqx.nn.MLP
@@ -481,21 +434,6 @@ def test_both_parts_of_a_model_are_joined(test, net, key, rng):
         def __call__(self, x):
             return self.dropout(self.mlp(self.net(x)), inference=True)
 
-    model = Model(net, eqx.nn.MLP(2, 2, 4, 1, key=key), eqx.nn.Dropout(0.5))
-    x, parts = normal(rng, 3), eqx.partition(model, test)
-    actual = jmpx.apply_policy(loss_of_parts, APPLIED)(*parts, x)
-    assert_same_bits(actual, jnp.sum(with_policies(model, RULES)(x) ** 2))
-
-
-def test_a_part_from_outside_is_told(net, rng):
-    params, static = eqx.partition(net, eqx.is_array)
-    f = jmpx.apply_policy(lambda params, x: loss_of_parts(params, static, x), APPLIED)
-    with pytest.raises(ValueError, match="structure|type") as caught:
-        f(params, normal(rng, 3))
-    assert "pass both parts as arguments" in " ".join(caught.value.__notes__)
-
-
-def test_a_model_that_is_closed_over_is_told(net, rng):
-    f = jmpx.apply_policy(lambda x: net(x), APPLIED)
-    with pytest.warns(UserWarning, match="casts nothing .* pass the whole model as an argument"):
-        f(normal(rng, 3))
+    model = Model(NET, eqx.nn.MLP(2, 2, 4, 1, key=KEY), eqx.nn.Dropout(0.5))
+    joined = jmpx.apply_policy(lambda *parts, x: eqx.combine(*parts)(x), APPLIED)
+    assert_is_view(lambda m, x: joined(*eqx.partition(m, test), x=x), call_it, model)
