@@ -1,6 +1,6 @@
 """`stochastic_round`: right on average, one of two neighbors each time, and the same everywhere."""
 
-import re
+import functools
 
 import equinox as eqx
 import jax
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import BF16, F16, F32, normal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from helpers import BF16, F16, F32, assert_same_bits, normal
+from helpers.maps import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-import jmpx
+from jmpx.optim import stochastic_round
 
 E4M3, E5M2, F64 = (np.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2, np.float64))
 FORMATS = [BF16, F16, E4M3, E5M2]
 formats = pytest.mark.parametrize("dtype", FORMATS)
+rounded_in_jit = jax.jit(stochastic_round, static_argnums=1)
 
 
 def bits_of(array):
@@ -29,6 +31,7 @@ def widened(array, dtype=F64):
         return np.asarray(array).astype(dtype)
 
 
+@functools.cache
 def all_of(dtype):
     """Returns every value of a narrow dtype."""
     size = 8 * dtype.itemsize
@@ -46,8 +49,7 @@ def neighbors(values, dtype):
 def within(rng, dtype, n):
     """Returns float32 numbers of every size that are not beyond the largest of `dtype`."""
     numbers = rng.integers(2**32, size=8 * n, dtype=np.uint32).view(F32)
-    largest = float(jnp.finfo(dtype).max)
-    return numbers[np.abs(numbers) <= largest][:n]
+    return numbers[np.abs(numbers) <= float(jnp.finfo(dtype).max)][:n]
 
 
 @formats
@@ -56,7 +58,7 @@ def test_the_mean_is_right(dtype, key, rng):
     numbers = rng.uniform(-1, 1, 8) * smallest * np.array([0.02, 0.1, 0.5, 1, 2, 7, 50, 1000])
     far_below = float(jnp.finfo(dtype).smallest_subnormal) * 2.0**-10
     numbers, n = np.append(numbers, far_below).astype(F32), 20_000
-    rounded = jmpx.optim.stochastic_round(np.tile(numbers, (n, 1)), dtype, key)
+    rounded = stochastic_round(np.tile(numbers, (n, 1)), dtype, key)
     below, above = neighbors(numbers, dtype)
     mean = widened(rounded).mean(0)
     deviation = np.sqrt((numbers - below) * (above - numbers) / n)
@@ -64,19 +66,15 @@ def test_the_mean_is_right(dtype, key, rng):
     assert (np.abs(mean - numbers) <= 4 * deviation).all()
 
 
-PAIRS = [(BF16, F16), (F16, BF16), (F16, E4M3), (BF16, E5M2), *((F32, each) for each in FORMATS)]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("stored, dtype", PAIRS)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(F32, BF16), (F32, F16), (F16, E4M3), (BF16, E5M2), (F16, BF16), (BF16, F16)],
+)
 def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
-    if stored.itemsize < dtype.itemsize or stored == dtype:
-        pytest.skip("untouched or refused")
     numbers = widened(within(rng, dtype, 4_000), stored)
+    numbers = numbers[np.abs(widened(numbers)) <= float(jnp.finfo(dtype).max)]
     exact = widened(numbers)
-    numbers = numbers[np.abs(exact) <= float(jnp.finfo(dtype).max)]
-    exact = widened(numbers)
-    rounded = jmpx.optim.stochastic_round(numbers, dtype, key)
+    rounded = stochastic_round(numbers, dtype, key)
     assert rounded.dtype == dtype
     below, above = neighbors(exact, dtype)
     rounded = widened(rounded)
@@ -92,37 +90,27 @@ def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
 def test_what_the_dtype_has_stays(dtype, key):
     values = all_of(dtype)
     values = values[~np.isnan(widened(values))]
-    rounded = jmpx.optim.stochastic_round(widened(values, F32), dtype, key)
+    rounded = stochastic_round(widened(values, F32), dtype, key)
     np.testing.assert_array_equal(bits_of(rounded), bits_of(values))
 
 
-@pytest.mark.sampled(3)
-@formats
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("dtype", "jit"), [(d, d in (BF16, E4M3)) for d in FORMATS])
 def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, key, rng):
     largest = float(jnp.finfo(dtype).max)
-    numbers = np.concatenate(
-        [
-            widened(largest * (1 + 2.0 ** -np.arange(2, 20)), F32),
-            rng.integers(0x7F800000, 2**31, 100, dtype=np.uint32).view(F32),  # NaN
-            np.array([np.inf, np.nan, np.finfo(F32).max], F32),
-        ]
-    )
+    too_large = widened(largest * (1 + 2.0 ** -np.arange(2, 20)), F32)
+    nan = rng.integers(0x7F800000, 2**31, 100, dtype=np.uint32).view(F32)
+    numbers = np.concatenate([too_large, nan, np.array([np.inf, np.nan, np.finfo(F32).max], F32)])
     numbers = np.concatenate([numbers, -numbers])
-
-    def func(x):
-        return jmpx.optim.stochastic_round(x, dtype, key)
-
-    rounded = (jax.jit(func) if jit else func)(jnp.asarray(numbers))
+    rounded = (rounded_in_jit if jit else stochastic_round)(jnp.asarray(numbers), dtype, key)
     cast = jnp.asarray(numbers).astype(dtype)
     np.testing.assert_array_equal(bits_of(rounded), bits_of(cast))
     assert np.isfinite(widened(cast)).any()  # what is nearest to the largest
 
 
-def test_small_updates_arrive_on_average(rng, key):
+def test_small_updates_arrive_on_average(key):
     def step(carry, key):
         plain, stochastic = carry
-        new = jmpx.optim.stochastic_round(stochastic.astype(F32) + 2.0**-10, BF16, key)
+        new = stochastic_round(stochastic.astype(F32) + 2.0**-10, BF16, key)
         return ((plain.astype(F32) + 2.0**-10).astype(BF16), new), None
 
     start = (jnp.ones(500, BF16),) * 2
@@ -135,71 +123,55 @@ def test_small_updates_arrive_on_average(rng, key):
 
 
 def test_a_key_gives_the_same_bits_and_another_key_others(key, rng):
-    tree = {"a": normal(rng, 100), "b": None, "c": [normal(rng, 100)]}
-    tree["c"][0] = tree["a"]
-    first = jmpx.optim.stochastic_round(tree, BF16, key)
-    again = jax.jit(jmpx.optim.stochastic_round, static_argnums=1)(tree, "bf16", key)
-    other = jmpx.optim.stochastic_round(tree, BF16, jax.random.fold_in(key, 1))
+    values = normal(rng, 100)
+    tree = {"a": values, "b": None, "c": [values]}
+    first = stochastic_round(tree, BF16, key)
+    other = stochastic_round(tree, BF16, jax.random.fold_in(key, 1))
     assert first["b"] is None
-    for left, right in zip(*map(jax.tree.leaves, (first, again)), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_same_bits(first, rounded_in_jit(tree, "bf16", key))
     assert (first["a"] != first["c"][0]).any()  # a key for each leaf
     assert (first["a"] != other["a"]).any()
+    # An old key, and one of another kind.
+    new, old = (stochastic_round(values, F16, f(3)) for f in (jax.random.key, jax.random.PRNGKey))
+    np.testing.assert_array_equal(new, old)
+    assert stochastic_round(values, F16, jax.random.key(0, impl="rbg")).dtype == F16
 
 
-def test_an_old_key_and_one_of_another_kind_are_keys(rng):
-    values = normal(rng, 50)
-    new, old = (f(3) for f in (jax.random.key, jax.random.PRNGKey))
-    np.testing.assert_array_equal(
-        jmpx.optim.stochastic_round(values, F16, new), jmpx.optim.stochastic_round(values, F16, old)
-    )
-    assert jmpx.optim.stochastic_round(values, F16, jax.random.key(0, impl="rbg")).dtype == F16
-
-
-@pytest.fixture
-def mesh():
-    return Mesh(np.array(jax.devices()), "d")
-
-
-def test_replicas_and_shards_are_rounded_as_one_array_is(mesh, key, rng):
-    values = normal(rng, 16, 8)
-    expected = jmpx.optim.stochastic_round(values, BF16, key)
-    for spec in (P(), P("d"), P(None, "d")):
-        func = jax.jit(lambda x, key: jmpx.optim.stochastic_round(x, BF16, key))
-        rounded = func(jax.device_put(values, NamedSharding(mesh, spec)), key)
-        assert rounded.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+def test_replicas_and_shards_are_rounded_as_one_array_is(key, rng):
+    values, mesh = normal(rng, 16, 8), mesh_of(8)
+    expected = stochastic_round(values, BF16, key)
+    for spec in (P(), P("data"), P(None, "data")):
+        sharding = NamedSharding(mesh, spec)
+        rounded = rounded_in_jit(jax.device_put(values, sharding), BF16, key)
+        assert rounded.sharding.is_equivalent_to(sharding, 2)
         for shard in rounded.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
-def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(mesh, key):
+def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(key):
     values = jnp.full(64, 1 + 2.0**-8)
 
     def per_device(replica, shard, key):
-        own = jax.random.fold_in(key, jax.lax.axis_index("d"))
-        rounded = jmpx.optim.stochastic_round(replica, BF16, key)
-        return rounded, rounded[None], jmpx.optim.stochastic_round(shard, BF16, own)
+        own = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        rounded = stochastic_round(replica, BF16, key)
+        return rounded, rounded[None], stochastic_round(shard, BF16, own)
 
-    func = jax.shard_map(
-        per_device, mesh=mesh, in_specs=(P(), P("d"), P()), out_specs=(P(), P("d"), P("d"))
-    )
+    specs = {"in_specs": (P(), P("data"), P()), "out_specs": (P(), P("data"), P("data"))}
+    func = jax.shard_map(per_device, mesh=mesh_of(8), **specs)
     replica, copies, shards = jax.jit(func)(values, jnp.tile(values, 8), key)
-    np.testing.assert_array_equal(replica, jmpx.optim.stochastic_round(values, BF16, key))
+    np.testing.assert_array_equal(replica, stochastic_round(values, BF16, key))
     np.testing.assert_array_equal(copies, np.tile(replica, (8, 1)))
     assert len({each.tobytes() for each in np.asarray(shards).reshape(8, -1)}) == 8
 
 
 def test_vmap_and_donated_buffers(key, rng):
-    values, keys = normal(rng, 3, 20), jax.random.split(key, 3)
-
-    def func(x, key):
-        return jmpx.optim.stochastic_round(x, E5M2, key)
-
-    expected = [func(x, k) for x, k in zip(values, keys, strict=True)]
+    values, keys = normal(rng, 2, 20), jax.random.split(key, 2)
+    func = lambda x, key: stochastic_round(x, E5M2, key)  # noqa: E731
+    expected = [rounded_in_jit(x, E5M2, k) for x, k in zip(values, keys, strict=True)]
     mapped = jax.jit(jax.vmap(func))(values, keys)
     np.testing.assert_array_equal(mapped, jnp.stack(expected))
     step = jax.jit(lambda x, k: func(x.astype(F32) + 1, k), donate_argnums=0)
-    assert step(mapped, key).shape == (3, 20)
+    assert step(mapped, key).shape == (2, 20)
 
 
 # Trees
@@ -209,56 +181,30 @@ def test_other_leaves_pass_untouched(key):
     half = jnp.ones(2, BF16)
     tree = {"f": half, "i": jnp.arange(2), "z": 1j, "n": 0.1, "k": key, "call": print, "none": None}
     tree |= {"complex": jnp.ones(2, jnp.complex64), "bool": np.array(True), "text": "x"}
-    rounded = jmpx.optim.stochastic_round(tree, BF16, key)
+    rounded = stochastic_round(tree, BF16, key)
     assert all(rounded[name] is leaf for name, leaf in tree.items())
 
 
-def test_arrays_of_numpy_and_shapes(key):
-    tree = [np.ones((2, 3), F32), np.float32(0.5)]
-    rounded = jmpx.optim.stochastic_round(tree, F16, key)
-    shapes = jax.eval_shape(lambda tree: jmpx.optim.stochastic_round(tree, F16, key), tree)
+def test_arrays_of_numpy_shapes_and_modules(key):
+    tree = [np.ones((2, 3), F32), np.float32(0.5), jnp.zeros((0, 3))]
+    rounded = stochastic_round(tree, F16, key)
+    shapes = jax.eval_shape(lambda tree: stochastic_round(tree, F16, key), tree)
     for leaves in rounded, shapes:
-        assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [((2, 3), F16), ((), F16)]
-    assert jmpx.optim.stochastic_round(jnp.zeros((0, 3)), BF16, key).shape == (0, 3)
-
-
-def test_modules(key):
+        found = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        assert found == [((2, 3), F16), ((), F16), ((0, 3), F16)]
     linear = eqx.nn.Linear(3, 2, key=key)
-    rounded = jmpx.optim.stochastic_round(linear, BF16, key)
+    rounded = jax.eval_shape(lambda tree: stochastic_round(tree, BF16, key), linear)
     assert isinstance(rounded, eqx.nn.Linear) and rounded.weight.dtype == BF16
     state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-    rounded = jmpx.optim.stochastic_round(state, BF16, key)
+    rounded = jax.eval_shape(lambda tree: stochastic_round(tree, BF16, key), state)
     assert jax.tree.structure(rounded) == jax.tree.structure(state)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {BF16}
 
 
-# Errors
-
-KEY = jax.random.key(0)
-ERRORS = {
-    "Cannot round stochastically to float32: expected bfloat16, float16, float8_e4m3fn or "
-    "float8_e5m2; jmpx.cast_tree casts to others.": (jnp.ones(2), F32, KEY),
-    "Cannot round stochastically to float8_e4m3fnuz": (jnp.ones(2), "float8_e4m3fnuz", KEY),
-    "Unknown dtype 'bf61'": (jnp.ones(2), "bf61", KEY),
-    "Unknown dtype 'int8'": (jnp.ones(2), jnp.int8, KEY),
-    "Unknown dtype None": (jnp.ones(2), None, KEY),
-    "Cannot round float8_e5m2[2] at tree['w'][0] to bfloat16: cast it by jmpx.cast_tree, which is "
-    "exact to a wider dtype, or to float32 before.": ({"w": [jnp.ones(2, E5M2)]}, BF16, KEY),
-    "Cannot round float64[2] at tree to bfloat16: cast it": (np.ones(2), BF16, KEY),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_bad_input_gets_one_sentence(message):
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
-        jmpx.optim.stochastic_round(*ERRORS[message])
-    assert str(error.value).endswith(".") and "\n" not in str(error.value)
-
-
-WRONG_KEYS = [None, 0, jax.random.split(KEY), jnp.ones((2, 2), "uint32"), jnp.ones(2)]
+WRONG_KEYS = [None, 0, jax.random.split(jax.random.key(0)), jnp.ones(2)]
 
 
 @pytest.mark.parametrize("wrong", WRONG_KEYS, ids=str)
 def test_what_is_not_one_key_is_refused(wrong):
     with pytest.raises((TypeError, ValueError), match="key|Expected|PRNG"):
-        jmpx.optim.stochastic_round(jnp.ones(2), BF16, wrong)
+        stochastic_round(jnp.ones(2), BF16, wrong)
