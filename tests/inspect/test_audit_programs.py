@@ -1,0 +1,197 @@
+"""The program that an audit looks at: a loss with its gradient, or a step that contains one."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import BF16, F32, zoo
+from helpers.findings_of import found, line_of, shape
+from helpers.planted_layer import outlined
+from jax.core import Tracer
+
+import jmpx
+
+W, X = shape(3, 2), shape(4, 3)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def with_aux(params, x):
+    return loss_fn(params, x), {"norm": jnp.sum(x), "name": "aux"}
+
+
+def step(params, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    return jax.tree.map(lambda w, g: w - g, params, grads), loss
+
+
+def with_penalty(params, x):
+    grads = jax.grad(loss_fn)(params, x)
+    return loss_fn(params, x) + jnp.sum(grads["w"] ** 2)
+
+
+def of_gradient_function(params, x):
+    scale = jmpx.DynamicLossScale()
+    result = jmpx.filter_value_and_grad(loss_fn, scale, policy="c=f32")(params, x)
+    return result.grads, result.scaling
+
+
+def forward(params, x):
+    return x @ params["w"]
+
+
+@pytest.mark.parametrize(
+    "fn, is_step, products",
+    [
+        # The gradient of a loss is in its first argument: two products, not three.
+        (loss_fn, False, 2),
+        (with_aux, False, 2),
+        (jax.jit(loss_fn), False, 2),
+        (step, True, 2),
+        (jax.jit(step), True, 2),
+        (lambda *args: step(*args)[1], True, 2),
+        (with_penalty, True, 3),
+        (of_gradient_function, True, 2),
+        (forward, True, 1),
+    ],
+)
+def test_a_loss_is_differentiated_and_a_step_is_looked_at_as_it_is(fn, is_step, products):
+    report = jmpx.inspect.audit(fn)({"w": W}, X)
+    assert report.is_step == is_step and sum(row.count for row in report.products) == products
+
+    def call(*args):
+        return fn(*args)
+
+    call.__name__ = "loss_fn"  # The name of a function decides nothing.
+    named = dataclasses.replace(jmpx.inspect.audit(call)({"w": W}, X), title=report.title)
+    assert named == report
+
+
+def test_arguments_have_names():
+    def loss(params, z, a):
+        h = (z @ params["w"]).astype(BF16)
+        first = (h + a) @ h.T
+        second = (h + params["b"]) @ h.T
+        return jnp.mean(first + second)
+
+    def named(fn, *args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            findings = jmpx.inspect.audit(fn)(*args, **kwargs).findings
+        assert {each.name for each in findings} <= {"promotion", "mixed-product"}
+        return re.findall(r"argument `(.*?)`", " ".join(each.message for each in findings))
+
+    params = {"w": shape(3, 2, dtype=BF16), "b": shape(2)}
+    z, a = shape(4, 3, dtype=BF16), shape(2)
+    assert {*named(loss, params, z, a)} == {"a", "params['b']"}
+    assert {*named(loss, params, z=z, a=a)} == {"a", "params['b']"}
+    assert {*named(lambda *args: loss(*args), params, z, a)} == {"args[2]", "args[0]['b']"}
+
+
+def test_arguments_that_are_no_arrays_go_in_as_they_are():
+    def loss(params, power, name, fn):
+        assert (power, name) == (2, "mean")
+        return fn(params["w"] ** power)
+
+    assert not jmpx.inspect.audit(loss)({"w": W}, 2, "mean", jnp.mean).is_step
+
+
+def test_a_model_may_be_joined_with_a_part_that_is_closed_over():
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, lambda leaf: hasattr(leaf, "shape"))
+
+    def loss(params, x):
+        return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
+
+    scopes = jmpx.inspect.audit(loss)(params, X).scopes
+    (path,) = (row.path for row in scopes if row.flops)
+    assert "Linear" in path  # the names that Equinox gives its layers
+
+
+def test_an_error_of_the_function_is_seen():
+    def loss(params, x):
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(ZeroDivisionError, match="planted") as caught:
+        jmpx.inspect.audit(loss)({"w": W}, X)
+    assert caught.value.__context__ is None
+
+
+def test_modules_of_nnx_stay_as_they_are(rng):
+    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.normal(size=(8, 3)), F32)
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    assert not jmpx.inspect.audit(lambda model, x: jnp.mean(model(x) ** 2))(model, x).is_step
+    assert all(map(jnp.array_equal, jax.tree.leaves(nnx.state(model)), jax.tree.leaves(before)))
+    assert not isinstance(model.mean[...], Tracer)
+
+
+def test_no_array_is_made():
+    huge, module = shape(2**20, 2**20), nn.Dense(2**20)
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda params: jnp.asarray(module.apply(params, x)).mean())(params)
+        return optimizer.update(grads, state, params)
+
+    params = jax.eval_shape(module.init, jax.random.key(0), huge)
+    assert jmpx.inspect.audit(step)(params, jax.eval_shape(optimizer.init, params), huge).is_step
+
+
+# Lines and paths.
+
+
+def located(x):
+    y = jnp.where(x > 0, x, -1e4)
+    z = jnp.where(x > 1, y, -1e9)  # <-
+    return jnp.sum(z)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jax.jit(located),
+        lambda x: jax.lax.scan(lambda carry, _: (carry + located(x), None), x[0, 0], length=2)[0],
+        lambda x: jnp.sum(jax.vmap(located)(x[None])),
+    ],
+)
+def test_places_are_lines_of_the_user(fn):
+    with jax.numpy_dtype_promotion("standard"):
+        ones = jnp.ones((3, 3), jnp.float16)
+        jnp.where(ones > 0, ones, -1e9)  # JAX has traced it before, elsewhere
+        (finding,) = found(fn, shape(3, 3, dtype=jnp.float16), names=("constant-range",))
+    assert (finding.place.line, finding.place.function) == (line_of(located), "located")
+    assert finding.place.file == __file__
+    assert str(finding.place).endswith(f"{line_of(located)} (located)")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("road", ["modules", "autocast"])
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+def test_each_product_is_in_its_module_and_its_rule_selects_no_other(framework, road):
+    net = outlined(framework, zoo.nested, jnp.ones((2, 3)))
+    root = net.words("<net/>")
+    paths = [root + path for path in ("block/inner", "block/outer", "first", "head")]
+
+    def wide(policy):
+        """Findings about products in float32, beside one in 16 bits."""
+        run = jmpx.autocast(net.apply, policy) if road == "autocast" else net.under(policy)
+
+        def loss(model, x, low):
+            return jnp.mean(run(model, x)) + jnp.sum(low @ low).astype(F32)
+
+        args, names = (net.model, shape(2, 3), shape(2, 2, dtype=BF16)), ("platform-product",)
+        return sorted(found(loss, *args, names=names, platform="tpu"), key=lambda each: each.scope)
+
+    policy = "c=bf16,o=f32; */first: full; */block/*: full; */head: full"
+    findings = wide(policy)
+    assert [each.scope for each in findings] == paths
+    policy = "; ".join([policy, *(each.rule for each in findings[::2])])
+    assert [each.scope for each in wide(policy)] == paths[1::2]
