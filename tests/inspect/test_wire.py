@@ -1,11 +1,11 @@
-"""`jmpx.inspect.collectives`: what a user asks it, and what it prints."""
+"""`jmpx.inspect.collectives`: how it reads programs, what a user asks it, and what it prints."""
 
 import contextlib
+import functools
 import io
 import json
 import re
 from importlib.util import find_spec
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,85 +23,353 @@ import jmpx
 
 HAS_FRAMES = jax.__version_info__ >= (0, 9)  # older programs name a line alone, of the call
 needs_frames = pytest.mark.skipif(not HAS_FRAMES, reason="HLO names no stack of calls")
-
-BITS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()), ("data",))
+look = jmpx.inspect.collectives
+MESH = Mesh(np.array(jax.devices()), ("data",))
+ROWS = P("data")
 
 
 def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-PARAMS = {"layers": f32(3, 16, 16), "head": {"w": f32(16, 24)}}
-SPECS = {"layers": P(None, "data"), "head": {"w": P("data")}}
-X = f32(16, 16)
+def mapped(fn, spec=ROWS, out=None, mesh=MESH):
+    out = spec if out is None else out
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
 
 
-def train_step(loss_fn):
+def lowered(fn, *shapes, **options):
+    return mapped(fn, **options).lower(*(f32(*shape) for shape in shapes))
+
+
+def readings(program):
+    """What is read from a program as JAX wrote it, after XLA's partitioner, and compiled."""
+    text, compiled = partitioned(program)
+    return [look(each).collectives for each in (program, text, compiled)]
+
+
+def bf16(x):
+    return x.astype(jnp.bfloat16)
+
+
+def gathered(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+# Bytes and groups
+
+
+def exchange(kind, x):
+    """A collective of x, which is f32[1024] on each of eight devices."""
+    if kind == "all-reduce":
+        return lax.psum(x, "data")
+    if kind == "all-gather":
+        return gathered(x)
+    if kind == "reduce-scatter":
+        return lax.psum_scatter(x, "data", tiled=True)
+    if kind == "all-to-all":
+        return lax.all_to_all(x, "data", 0, 0, tiled=True)
+    return lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
+
+
+SENT = {  # bytes, of a collective of f32[1024]
+    "all-reduce": 2 * 4096 * 7 / 8,
+    "all-gather": 8 * 4096 * 7 / 8,
+    "reduce-scatter": 4096 * 7 / 8,
+    "all-to-all": 4096 * 7 / 8,
+    "collective-permute": 4096,
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_the_bytes_of_a_collective(kind):
+    for found in readings(lowered(lambda x: exchange(kind, x), (8192,))):
+        assert {(one.kind, one.dtype, one.times) for one in found} == {(kind, "f32", 1)}
+        assert sum(one.sent for one in found) == SENT[kind]  # a CPU's all-to-all has eight parts
+        assert {one.group for one in found} == {8} and not any(one.is_scalar for one in found)
+        place = str(found[0].place)  # older versions of JAX compile programs without functions
+        assert re.fullmatch(r".*test_wire\.py:\d+ \((exchange|gathered)?\)", place)
+
+
+def test_a_ragged_exchange_counts_what_it_may_send():
+    step = lambda *arrays: lax.ragged_all_to_all(*arrays, axis_name="data")  # noqa: E731
+    sizes = [jax.ShapeDtypeStruct((64,), jnp.int32)] * 4
+    (one,) = look(mapped(step).lower(f32(128, 4), f32(128, 4), *sizes)).collectives
+    assert one[:4] == ("ragged-all-to-all", "f32", 16 * 4 * 4, 8)  # XLA:CPU cannot compile it
+    assert one.sent == 16 * 4 * 4 * 7 / 8 and one.parameter == "arrays[0]"
+
+
+DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn", "int8": "s8"}
+DTYPES |= {"uint16": "u16", "bool": "pred", "complex64": "c64"}
+
+
+def test_dtypes_have_the_names_of_hlo():
+    shapes = [jax.ShapeDtypeStruct((64,), dtype) for dtype in DTYPES]
+    program = mapped(lambda arrays: [gathered(x) for x in arrays]).lower(shapes)
+    expected = [(DTYPES[x.dtype.name], 64 * x.dtype.itemsize) for x in shapes]
+    for found in readings(program)[:2]:
+        assert [(one.dtype, one.bytes) for one in found] == expected
+
+
+def test_groups_of_some_of_the_devices():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    for axes, size in (("data", 4), ("model", 2), (("data", "model"), 8)):
+        program = lowered(lambda x, axes=axes: lax.psum(x, axes), (64,), spec=P(), mesh=mesh)
+        for found in readings(program):
+            assert [(one.group, one.bytes) for one in found] == [(size, 256)]
+
+
+# Loops, functions and branches
+
+
+def test_collectives_in_loops_and_functions_count_as_often_as_they_run():
+    called = jax.jit(lambda x: lax.psum(x * x, "data"))
+
+    def outer(x, _):
+        x, _ = lax.scan(lambda x, _: (x + called(x), None), x, length=3)
+        return x + lax.all_gather(x, "data").sum(0).astype(jnp.float32), None
+
+    def step(x):
+        return lax.scan(outer, called(x), length=5)[0]
+
+    for found in readings(lowered(step, (64,))):
+        times = sorted((one.kind, one.times, one.in_while) for one in found)
+        expected = [("all-gather", 5, False), ("all-reduce", 1, False), ("all-reduce", 15, False)]
+        assert times == expected
+        assert sum(one.sent for one in found) == 16 * 2 * 32 * 7 / 8 + 5 * 256 * 7 / 8
+
+
+def counting(start, stop, step, up=True):
+    """A loop that a counter ends."""
+
+    def loop(x):
+        holds = (lambda c: c[0] < stop) if up else (lambda c: stop > c[0])
+        body = lambda c: (c[0] + step, lax.psum(c[1], "data") / 8)  # noqa: E731
+        return lax.while_loop(holds, body, (start, x))[1]
+
+    return loop
+
+
+def test_the_trips_of_a_loop_that_counts(rng):
+    for up in (True, False):
+        start, stop, step = (int(rng.integers(*limits)) for limits in ((-9, 9), (-9, 30), (1, 5)))
+        trips = len(range(start, stop, step))
+        for found in readings(lowered(counting(start, stop, step, up), (64,)))[:2]:
+            assert [(one.times, one.in_while) for one in found] == [(trips, False)]
+
+
+UNCOUNTED = {
+    "data": lambda c: c[1][0] > 0,
+    "data and a counter": lambda c: (c[0] < 5) & (c[1][0] > 0),
+    "a bound that is an input": lambda c: c[0] < c[1][0].astype(int),
+    "downwards": lambda c: c[0] >= 5,
+}
+
+
+@pytest.mark.parametrize("holds", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_a_loop_whose_trips_are_unknown_counts_one_and_is_marked(holds):
+    def loop(x):
+        body = lambda c: (c[0] + 1, lax.psum(c[1], "data"))  # noqa: E731
+        return lax.while_loop(holds, body, (0, x))[1]
+
+    program = lowered(loop, (64,))
+    for found in readings(program)[:2]:
+        assert [(one.times, one.in_while) for one in found] == [(1, True)]
+    assert "1+" in str(look(program)) and "of unknown length" in str(look(program))
+
+
+def test_all_branches_of_a_conditional_count_and_are_marked():
+    def step(x):
+        y = lax.cond(x[0] > 0, lambda x: lax.psum(x, "data"), lambda x: x, x)
+        return lax.psum(y, "data")
+
+    program = lowered(step, (64,))
+    for found in readings(program)[:2]:
+        assert sorted(one.in_branch for one in found) == [False, True]
+    assert "All branches" in str(look(program))
+
+
+# What travels
+
+
+@jax.custom_vjp
+def custom(x):
+    return bf16(x)
+
+
+custom.defvjp(lambda x: (bf16(x), None), lambda _, g: (g.astype(jnp.float32),))
+
+# What is gathered, of two parameters `w`, of shape (3, 16, 8) on a device, and `v`, of (16, 8).
+COPIES = {
+    "as it is": lambda w, v: w,
+    "converted": lambda w, v: bf16(w),
+    "sliced": lambda w, v: w[1],
+    "transposed": lambda w, v: bf16(w).T,
+    "reshaped": lambda w, v: w.reshape(48, 8),
+    "scaled by a constant": lambda w, v: (w * 4).astype(jnp.float16),
+    "masked": lambda w, v: jnp.where(jnp.arange(8) < 4, w, 0),
+    "in a jitted function": lambda w, v: jax.jit(bf16)(w),
+    "with a custom derivative": lambda w, v: custom(w),
+    "behind a barrier": lambda w, v: lax.optimization_barrier((w, v))[0],
+    "copied into zeros": lambda w, v: lax.dynamic_update_index_in_dim(w * 0, w[0], 0, 0),
+    "stacked by a loop": lambda w, v: lax.scan(lambda c, x: (c, bf16(x)), 0, w)[1],
+    "gathered before": lambda w, v: gathered(bf16(w)),
+    "chosen by a branch": lambda w, v: lax.cond(v.sum() > 0, lambda: bf16(w), lambda: bf16(w) * 2),
+}
+OTHERS = {
+    "an activation": lambda w, v: w[0].T @ v,
+    "two parameters": lambda w, v: w[0] + v,
+    "the square": lambda w, v: w * w,
+    "a function": lambda w, v: jnp.tanh(w),
+    "a sum": lambda w, v: w.sum(0),
+    "the sum of a loop": lambda w, v: lax.scan(lambda c, x: (c + x, None), v, w)[0],
+    "either of two": lambda w, v: jnp.where(v > 0, w[0], v),
+    "a constant": lambda w, v: jnp.ones((8, 8)),
+}
+PARAMS = {"w": f32(3, 128, 8), "b": {"v": f32(128, 8)}}
+
+
+@pytest.mark.parametrize(("takes", "parameter"), [(COPIES, "params['w']"), (OTHERS, "")])
+@pytest.mark.usefixtures("standard_promotion")
+def test_which_parameter_a_gather_carries(takes, parameter):
+    def step(params):
+        return [gathered(take(params["w"], params["b"]["v"])) for take in takes.values()]
+
+    program = mapped(step, ({"w": P(None, "data"), "b": {"v": ROWS}},), P()).lower(PARAMS)
+    written, partitioned, _ = readings(program)  # the compiler may sum before it gathers
+    assert len(written) == len(takes) + (takes is COPIES)
+    for found in (written, partitioned):
+        assert {one.parameter for one in found if one.kind == "all-gather"} == {parameter}
+
+
+def test_operations_that_carry_functions_or_odd_constants():
+    # A sum or a sort is no copy of its operand, whatever its function does; and no value of a
+    # constant may be asked for that JAX cannot return.
+    def step(x):
+        values = [
+            jnp.sort(x, 0), lax.top_k(x, 2)[0], jnp.cumsum(x, 0), jnp.fft.fft(x) * 1j,
+            lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME"), x.at[0].add(1.0),
+            jax.random.normal(jax.random.key(0), (3,)), lax.associative_scan(jnp.add, x),
+            lax.erf_inv(x / 9), jax.pure_callback(lambda x: x, f32(4, 4), x), x.sum(0),
+        ]  # fmt: skip
+        return [lax.psum(value.real, "data") for value in values]
+
+    found = look(lowered(step, (32, 4))).collectives
+    assert len(found) == 11
+    assert {(one.kind, one.parameter) for one in found} == {("all-reduce", "")}
+    assert [one.results for one in found] == [(f"result[{i}]",) for i in range(11)]
+
+
+def test_parameters_are_named_also_if_others_are_unused():
+    for found in readings(lowered(lambda a, b, c: gathered(c), (8,), (8,), (8,))):
+        assert [one.parameter for one in found] == ["c"]
+
+
+# What XLA writes for other machines
+
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%start (p: bf16[16]) -> (bf16[16], bf16[128]) {
+  %p = bf16[16]{0} parameter(0)
+  %g.1 = bf16[128]{0:T(256)} all-gather(%p), replica_groups=mesh['a'=4,'b'=2] {'a','b'}, \
+frontend_attributes={chain_id="0"}
+  ROOT %c = (bf16[16]{0}, bf16[128]{0}) custom-call(%g.1), custom_call_target="AsyncStart"
+}
+
+%done (p.1: bf16[16]) -> bf16[128] {
+  %p.1 = bf16[16]{0} parameter(0)
+  ROOT %g.2 = bf16[128]{0} all-gather(%p.1), replica_groups=mesh['a'=4,'b'=2] {'a','b'}, \
+frontend_attributes={chain_id="0"}
+}
+
+%all-reduce-scatter.3 (input: f32[128]) -> f32[16] {
+  %input = f32[128]{0} parameter(0)
+  %r = f32[128]{0} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %s = f32[16]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={16}
+}
+
+ENTRY %main (a: bf16[16], b: f32[128]) -> f32[16] {
+  %a = bf16[16]{0} parameter(0)
+  %b = f32[128]{0} parameter(1)
+  %fusion = (bf16[16]{0}, bf16[128]{0}) fusion(%a), kind=kCustom, calls=%start
+  %fusion.1 = bf16[128]{0} fusion(%a), kind=kCustom, calls=%done
+  %permuted = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%b)
+  %gathered = (f32[2]{0}, f32[8]{0}) all-gather-start(%b), replica_groups=[2,4]<=[8], dimensions={0}
+  %flags = (pred[], f32[], f32[64]{0}) all-reduce(%x, %y, %z), replica_groups={}, to_apply=%and
+  ROOT %fusion.2 = f32[16]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+
+
+def test_what_the_compiler_of_tpus_writes():
+    # One gather in the fusions that overlap with it, a reduce-scatter as an all-reduce and a
+    # slice, asynchronous collectives, and several arrays in one collective.
+    found = look(HLO).collectives
+    assert sorted((*one[:4], one.results) for one in found) == [
+        ("all-gather", "bf16", 256, 8, ()),
+        ("all-gather", "f32", 32, 4, ()),
+        ("all-reduce", "f32", 4, 8, ()),
+        ("all-reduce", "f32", 256, 8, ()),
+        ("all-reduce", "pred", 1, 8, ()),
+        ("collective-permute", "f32", 16, 8, ()),
+        ("reduce-scatter", "f32", 512, 4, ("output 0",)),
+    ]
+    assert [one.dtype for one in found if one.is_scalar] == ["pred", "f32"]
+    assert {(one.times, one.in_while, one.in_branch, one.parameter) for one in found} == {
+        (1, False, False, "")
+    }
+
+
+# Fully sharded training of three layers and a head
+
+MODEL = {"layers": f32(3, 16, 16), "head": f32(16, 24)}
+SPECS = {"layers": P(None, "data"), "head": ROWS}
+BITS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def step_of(gather, dtype=jnp.float32):
+    def loss_fn(params, x):
+        layer = lambda h, w: (jnp.tanh(h @ gather(w.astype(dtype))), None)  # noqa: E731
+        h, _ = lax.scan(layer, x.astype(dtype), params["layers"])
+        return jnp.sum((h @ gather(params["head"].astype(dtype))).astype(jnp.float32) ** 2)
+
     def step(params, x):
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss, grads
 
     return step
 
 
-def by_hand(mesh, dtype):
-    """Fully sharded training under shard_map: gathers and their transposes in a dtype."""
-
-    def gather(shard):
-        return lax.all_gather(shard.astype(dtype), "data", tiled=True)
-
-    def loss_fn(params, x):
-        layer = lambda h, w: (jnp.tanh(h @ gather(w)), None)  # noqa: E731
-        h, _ = lax.scan(layer, x.astype(dtype), params["layers"])
-        return jnp.sum((h @ gather(params["head"]["w"])).astype(jnp.float32) ** 2)
+@functools.cache
+def by_hand(dtype):
+    """The step under shard_map: gathers and their transposes in a dtype."""
 
     def step(params, x):
-        params, loss = train_step(loss_fn)(params, x)
+        params, loss, _ = step_of(gathered, dtype)(params, x)
         return params, lax.psum(loss, "data")
 
-    specs: Any = {"in_specs": (SPECS, P("data")), "out_specs": (SPECS, P())}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)).lower(PARAMS, X)
+    return mapped(step, (SPECS, ROWS), (SPECS, P())).lower(MODEL, f32(16, 16))
 
 
-def under_jit(mesh, dtype=jnp.bfloat16, platforms=None):
+def under_jit(mesh=MESH):
     """The same under jit, where XLA's partitioner inserts what shardings need."""
-
-    def loss_fn(params, x):
-        layer = lambda h, w: (jnp.tanh(h @ w.astype(dtype)), None)  # noqa: E731
-        h, _ = lax.scan(layer, x.astype(dtype), params["layers"])
-        return jnp.sum((h @ params["head"]["w"].astype(dtype)).astype(jnp.float32) ** 2)
-
     split = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    shardings = {
-        "in_shardings": (split, NamedSharding(mesh, P("data"))),
-        "out_shardings": (split, None),
-    }
-    return jax.jit(train_step(loss_fn), **shardings).lower(PARAMS, f32(512, 16))
-
-
-def summary(found):
-    return {
-        (one.kind, one.dtype, one.bytes, one.times, one.parameter, one.results[:1])
-        for one in found
-        if not one.is_scalar
-    }
+    rows = NamedSharding(mesh, ROWS)
+    step = lambda params, x: step_of(lambda w: w, jnp.bfloat16)(params, x)[:2]  # noqa: E731
+    jitted = jax.jit(step, in_shardings=(split, rows), out_shardings=(split, None))
+    return jitted.lower(MODEL, f32(512, 16))
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
-    wire = jmpx.inspect.collectives(by_hand(mesh, dtype))
+def test_a_lowered_step_has_the_dtypes_of_the_program(dtype):
+    wire = look(by_hand(dtype))
     bits, size = BITS[dtype], np.dtype(dtype).itemsize
     layer, head = 16 * 16 * size, 16 * 24 * size
-    assert summary(wire.collectives) == {
+    arrays = [one for one in wire.collectives if not one.is_scalar]
+    assert {(*one[:3], one.times, one.parameter, one.results[:1]) for one in arrays} == {
         ("all-gather", bits, layer, 3, "params['layers']", ()),
-        ("all-gather", bits, head, 1, "params['head']['w']", ()),
+        ("all-gather", bits, head, 1, "params['head']", ()),
         ("reduce-scatter", bits, layer, 3, "", ("result[0]['layers']",)),
-        ("reduce-scatter", bits, head, 1, "", ("result[0]['head']['w']",)),
+        ("reduce-scatter", bits, head, 1, "", ("result[0]['head']",)),
     }
     loss = 2 * 4 * 7 / 8
     assert wire.sent == 2 * (3 * layer + head) * 7 / 8 + loss
@@ -109,12 +377,12 @@ def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
     (note,) = wire.notes  # nothing is left to XLA's partitioner here
     assert note.startswith("Outside of shard_map, XLA may insert more")
     functions = {one.place and one.place.function for one in wire.collectives}
-    assert functions == ({"gather", "step"} if HAS_FRAMES else {""})
+    assert functions == ({"gathered", "step"} if HAS_FRAMES else {""})
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(mesh, dtype):
-    wire = jmpx.inspect.collectives(by_hand(mesh, dtype).compile())
+def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(dtype):
+    wire = look(by_hand(dtype).compile())
     assert wire.platform == "cpu"
     widened = {one.dtype for one in wire.collectives if not one.is_scalar}
     assert widened == {"f16" if dtype == "float16" else "f32"}
@@ -122,132 +390,143 @@ def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(mesh, dtype):
     assert note.startswith("Compiled for a CPU") and "bfloat16 to float32" in note
     assert note in str(wire).replace("\n", " ")
     parameters = {one.parameter for one in wire.collectives if one.kind == "all-gather"}
-    assert parameters == {"params['layers']", "params['head']['w']"}
+    assert parameters == {"params['layers']", "params['head']"}
 
 
-def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
-    lowered = under_jit(mesh)
-    wire = jmpx.inspect.collectives(lowered)
+def test_the_outputs_that_a_gradient_becomes():
+    def step(params, state, x):
+        *_, grads = step_of(gathered)(params, x)
+        norm = jnp.sqrt(lax.psum(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)), "data"))
+        grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)  # all outputs have the norm
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
+        square = jax.tree.map(lambda s, g: 0.9 * s + 0.1 * g * g, state["square"], grads)
+        update = lambda p, m, s: p - 0.1 * m / (jnp.sqrt(s) + 1e-8)  # noqa: E731
+        return jax.tree.map(update, params, mean, square), {"mean": mean, "square": square}
+
+    states = {"mean": SPECS, "square": SPECS}
+    step = mapped(step, (SPECS, states, ROWS), (SPECS, states))
+    program = step.lower(MODEL, {"mean": MODEL, "square": MODEL}, f32(64, 16))
+    for given in (program, program.compile()):
+        wire = look(given)
+        for name, times in (("layers", 3), ("head", 1)):
+            after = ("[0]", "[1]['mean']", "[1]['square']")
+            outputs = tuple(f"result{each}['{name}']" for each in after)
+            (gradient,) = (one for one in wire.collectives if one.results == outputs)
+            assert gradient.kind == "reduce-scatter" and gradient.is_backward
+            assert gradient.times == times and gradient.parameter == ""
+            gathers = [one for one in wire.collectives if one.parameter == f"params['{name}']"]
+            found = [(one.kind, one.times, one.is_backward) for one in gathers]
+            assert found == [("all-gather", times, False)]
+        (norm,) = (one for one in wire.collectives if one.kind == "all-reduce")
+        assert norm.is_scalar and norm.results == ()
+        assert "grad -> result[0]['head']" in str(wire)
+
+
+# What XLA inserts
+
+OUTSIDE = "Outside of shard_map, XLA may insert more: lowered.compile() has them."
+
+
+def test_under_jit_a_lowered_step_says_where_its_collectives_are():
+    program = under_jit()
+    wire = look(program)
     assert wire.collectives == () and wire.sent == 0
-    assert str(wire) == (
-        "jit_step on 8 devices: no collectives\n\n"
-        "Outside of shard_map, XLA may insert more: lowered.compile() has them."
-    )
-    text, compiled = partitioned(lowered)  # as the note on CPUs says
-    for given, size in ((text, 2), (compiled, 4)):
-        wire = jmpx.inspect.collectives(given)
-        found = {one[:5] for one in summary(wire.collectives)}
-        bits = {2: "bf16", 4: "f32"}[size]
+    assert str(wire) == f"jit__lambda on 8 devices: no collectives\n\n{OUTSIDE}"
+    text, compiled = partitioned(program)  # as the note on CPUs says
+    for given, bits, size in ((text, "bf16", 2), (compiled, "f32", 4)):
+        found = {(*one[:3], one.times, one.parameter) for one in look(given).collectives}
         for name, elements, times in (("layers", 256, 3), ("head", 384, 1)):
-            leaf = "params['layers']" if name == "layers" else "params['head']['w']"
-            assert ("all-gather", bits, elements * size, times, leaf) in found
+            assert ("all-gather", bits, elements * size, times, f"params['{name}']") in found
             assert ("all-reduce", bits, elements * size, times, "") in found
-        results = {one.results for one in wire.collectives if one.kind == "all-reduce"}
-        names = ("output 0", "output 1") if given is text else (
-            "result[0]['head']['w']", "result[0]['layers']")  # fmt: skip
-        assert results == {(), *((name,) for name in names)}
+        reduced = (one.results for one in look(given).collectives if one.kind == "all-reduce")
+        names = ("output 0", "output 1")
+        names = names if given is text else ("result[0]['head']", "result[0]['layers']")
+        assert {*reduced} == {(), *((name,) for name in names)}
 
 
 @pytest.mark.slow  # a compiler of its own
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_compiled_for_a_tpu_the_dtypes_are_the_programs():
-    wire = jmpx.inspect.collectives(
-        under_jit(Mesh(tpu.devices(), ("data",)), platforms=("tpu",)).compile()
-    )
+    wire = look(under_jit(Mesh(tpu.devices(), ("data",))).compile())
     assert (wire.platform, wire.devices) == ("tpu", 8)
     found = {(one.dtype, one.parameter, one.times) for one in wire.collectives}
-    assert {("bf16", "params['layers']", 3), ("bf16", "params['head']['w']", 1)} <= found
-    for name in ("result[0]['layers']", "result[0]['head']['w']"):
+    assert {("bf16", "params['layers']", 3), ("bf16", "params['head']", 1)} <= found
+    for name in ("result[0]['layers']", "result[0]['head']"):
         assert {one.dtype for one in wire.collectives if one.results == (name,)} == {"bf16"}
     assert "Compiled for a CPU" not in str(wire)
 
 
-def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
-    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
-    inner = jax.shard_map(lambda x: lax.psum(x, "data"), **rows)
+def test_what_is_outside_of_shard_map_is_left_to_the_partitioner():
+    inner = mapped(lambda x: lax.psum(x, "data"), ROWS, P())
     two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    some = jax.shard_map(lambda x: lax.psum(x, "data"), axis_names={"data"}, **rows | {"mesh": two})
+    options = {"mesh": two, "in_specs": ROWS, "out_specs": P(), "axis_names": {"data"}}
+    some = jax.shard_map(lambda x: lax.psum(x, "data"), **options)
     for step in inner, some, lambda x: inner(x) * 2:
-        wire = jmpx.inspect.collectives(jax.jit(step).lower(f32(64)))
+        wire = look(jax.jit(step).lower(f32(64)))
         assert len(wire.collectives) == 1 and wire.devices == 8
-        assert str(wire).endswith(
-            "Outside of shard_map, XLA may insert more: lowered.compile() has them."
-        )
+        assert str(wire).endswith(OUTSIDE)
 
 
 def test_one_device_sends_nothing():
-    lowered = jax.jit(jnp.sin).lower(1.0)
-    assert str(jmpx.inspect.collectives(lowered)) == "jit_sin on 1 device: no collectives"
+    step = jax.jit(jnp.sin).lower(1.0)
+    assert str(look(step)) == "jit_sin on 1 device: no collectives"
     compiled = "jit_sin on 1 device, compiled for cpu: no collectives"
-    assert str(jmpx.inspect.collectives(lowered.compile())) == compiled
+    assert str(look(step.compile())) == compiled
 
 
 def test_pmap():
-    step = jax.pmap(lambda x: lax.psum(x.astype(jnp.bfloat16), "i"), axis_name="i")
-    lowered = step.lower(jnp.ones((8, 4)))
-    for given, dtype in ((lowered, "bf16"), (lowered.compile(), "f32")):
-        wire = jmpx.inspect.collectives(given)
+    step = jax.pmap(lambda x: lax.psum(bf16(x), "i"), axis_name="i").lower(jnp.ones((8, 4)))
+    for given, dtype in ((step, "bf16"), (step.compile(), "f32")):
+        wire = look(given)
         ((kind, found, _, group),) = (one[:4] for one in wire.collectives)
         assert (kind, found, group, wire.devices) == ("all-reduce", dtype, 8, 8)
-        assert ("Compiled for a CPU" in str(wire)) == (given is not lowered)
+        assert ("Compiled for a CPU" in str(wire)) == (given is not step)
 
 
-def test_lowered_and_compiled_steps_of_equinox_and_nnx(mesh):
-    x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("data")))
+def test_lowered_and_compiled_steps_of_equinox_and_nnx():
+    x = jax.device_put(jnp.ones((64, 8)), NamedSharding(MESH, ROWS))
     linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     grad_fn = eqx.filter_grad(lambda model, x: jnp.sum(jax.vmap(model)(x)))
     module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    for lowered in (
+    for step in (
         eqx.filter_jit(grad_fn).lower(linear, x),
         nnx.jit(lambda model, x: nnx.grad(lambda model: model(x).sum())(model)).lower(module, x),
     ):
-        assert "no collectives\n\nOutside of shard_map" in str(jmpx.inspect.collectives(lowered))
-        found = [
-            one
-            for one in jmpx.inspect.collectives(lowered.compile()).collectives
-            if one.bytes == 8 * 8 * 4
-        ]
-        assert [(one.kind, one.is_backward, len(one.results)) for one in found] == [
-            ("all-reduce", True, 1)
-        ]
+        assert "no collectives\n\nOutside of shard_map" in str(look(step))
+        found = [one for one in look(step.compile()).collectives if one.bytes == 8 * 8 * 4]
+        kinds = [(one.kind, one.is_backward, len(one.results)) for one in found]
+        assert kinds == [("all-reduce", True, 1)]
 
 
-# Text and JSON.
+# Text and JSON
 
 
-def test_text_has_the_largest_arrays_first_with_the_ends_of_long_names(mesh, rng):
+def gathers(params):
+    return look(mapped(lambda params: jax.tree.map(gathered, params), ROWS, P()).lower(params))
+
+
+def test_text_has_the_largest_arrays_first_with_the_ends_of_long_names(rng):
     names = ["".join(rng.choice(list("abcxyz"), 60)) for _ in range(30)]
     sizes = {name: int(rng.integers(1, 200)) for name in names}
-
-    def gathers(params):
-        return jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), params)
-
-    step = jax.shard_map(gathers, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-    lowered = jax.jit(step).lower({name: f32(8, size) for name, size in sizes.items()})
-    wire = jmpx.inspect.collectives(lowered)
+    wire = gathers({name: f32(8, size) for name, size in sizes.items()})
     lines = str(wire).splitlines()
     assert max(map(len, lines)) <= 110
     largest = max(sizes, key=lambda name: sizes[name])
     rows = lines[lines.index("") + 4 :]
-    assert rows[0].startswith("sent") or rows[0].split()[0] == "sent"
+    assert rows[0].split()[0] == "sent"
     assert largest[-15:] in rows[1] and "test_wire.py:" in rows[1]
     assert rows[21].startswith("and 10 collectives more, ")
     total = sum(8 * size * 4 * 7 / 8 for size in sizes.values())
     assert wire.sent == total
     found = json.loads(wire.to_json())
     assert found["sent"] == total == sum(one["sent"] for one in found["collectives"])
-    assert {one["parameter"] for one in found["collectives"]} == {
-        f"params['{name}']" for name in names
-    }
+    parameters = {one["parameter"] for one in found["collectives"]}
+    assert parameters == {f"params['{name}']" for name in names}
 
 
-def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
-    def step(params):
-        return jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), params)
-
+def test_layers_whose_names_differ_in_numbers_have_one_row():
     layers = {f"block{i}": [f32(8, 4), f32(8, 4)] for i in range(3)} | {"head7": f32(8, 4)}
-    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
-    wire = jmpx.inspect.collectives(jax.jit(jax.shard_map(step, **rows)).lower(layers))
+    wire = gathers(layers)
     table = str(wire).partition("\n\n")[2].splitlines()[4:]
     assert [row.split()[6:9] for row in table[:2]] == [
         ["6", "8", "params['block*'][*]"],
@@ -257,22 +536,17 @@ def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
 
 
 @needs_frames
-def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
+def test_the_place_of_a_gather_of_jmpx_is_the_users():
     def loss_fn(params, x):
         whole = jmpx.distributed.gather(params, "data", "c=bf16")  # this line
         return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
 
     def step(params, x):
-        grad_fn = jmpx.filter_grad(
-            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32",
-            over=jmpx.Over("data", sharded={"w": True}), uncast=0,
-        )  # fmt: skip
-        return grad_fn(params, x).grads
+        over = jmpx.Over("data", sharded={"w": True})
+        options = {"policy": "c=bf16,r=f32", "over": over, "uncast": 0}
+        return jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), **options)(params, x).grads
 
-    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
-    wire = jmpx.inspect.collectives(
-        jax.jit(jax.shard_map(step, **rows)).lower({"w": f32(64, 4)}, f32(64, 64))
-    )
+    wire = look(mapped(step).lower({"w": f32(64, 4)}, f32(64, 64)))
     line = loss_fn.__code__.co_firstlineno + 1
     found = {(one.kind, one.dtype): str(one.place) for one in wire.collectives if not one.is_scalar}
     where = f"tests/inspect/test_wire.py:{line} (loss_fn)"
@@ -280,53 +554,22 @@ def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
     assert found[("reduce-scatter", "f32")].endswith(where)
 
 
-def test_json_has_every_field(mesh):
-    wire = jmpx.inspect.collectives(by_hand(mesh, "bfloat16"))
+def test_the_text_has_shares_and_json_every_field():
+    wire = look(by_hand("bfloat16"))
     found = json.loads(wire.to_json())
     assert (found["program"], found["devices"], found["platform"]) == ("jit_step", 8, None)
     for row, one in zip(found["collectives"], wire.collectives, strict=True):
         assert one.place is not None and row["place"] == one.place._asdict()
+        fields = {name: value for name, value in one._asdict().items() if name != "place"}
+        assert {**row, "results": tuple(row["results"])}.items() >= fields.items()
         assert row["sent"] == one.sent
-        assert {**row, "results": tuple(row["results"])}.items() >= {
-            name: value for name, value in one._asdict().items() if name != "place"
-        }.items()
-
-
-def test_shares_are_those_of_kinds_and_dtypes(mesh):
-    text = str(jmpx.inspect.collectives(by_hand(mesh, "bfloat16")))
+    text = str(wire)
     rows = [line.split() for line in text.splitlines()[3:5]]
     assert [row[:2] for row in rows] == [["50.0", "%"], ["50.0", "%"]]
-    assert {tuple(row[-3:]) for row in rows} == {
-        ("all-gather", "bf16", "2"), ("reduce-scatter", "bf16", "2"),
-    }  # fmt: skip
+    kinds = {tuple(row[-3:]) for row in rows}
+    assert kinds == {("all-gather", "bf16", "2"), ("reduce-scatter", "bf16", "2")}
     assert "1 collective of single numbers, such as a loss or a flag: 7 B" in text
-    assert "grad -> result[0]['head']['w']" in text and "params['head']['w']" in text
-
-
-# Wrong arguments.
-
-
-def plain(x):
-    return x
-
-
-WRONG = {
-    "None": (lambda: None, TypeError, r"a NoneType: pass jax.jit\(step\).lower\(\*args\)"),
-    "a function": (lambda: plain, TypeError, r"a function: pass jax.jit\(step\).lower\(\*args\)"),
-    "a jitted function": (lambda: jax.jit(plain), TypeError, r"pass jax.jit\(step\).lower"),
-    "a traced step": (lambda: jax.jit(plain).trace(1.0), TypeError, r"a Traced: pass jax.jit"),
-    "half a text": (lambda: "HloModule jit_f\n\n%a (", ValueError, r"has no `ENTRY`"),
-    "StableHLO": (lambda: jax.jit(plain).lower(1.0).as_text(), ValueError, r"pass the lowered"),
-}
-
-
-@pytest.mark.parametrize("look", [jmpx.inspect.collectives, jmpx.inspect.products])
-@pytest.mark.parametrize("make, error, match", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match, look):
-    with pytest.raises(error, match=match) as caught:
-        look(make())
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".") and ": pass" in text
+    assert "grad -> result[0]['head']" in text and "params['head']" in text
 
 
 @needs_frames
