@@ -13,42 +13,57 @@ import jmpx.flags
 Dynamic, Static, NoOp = jmpx.DynamicLossScale, jmpx.StaticLossScale, jmpx.NoOpLossScale
 
 
-@pytest.fixture(autouse=True)
-def unset(monkeypatch):
-    for name in ("JMPX_POLICY", "JMPX_LOSS_SCALE"):
-        monkeypatch.delenv(name, raising=False)
+ENV = "dynamic,init=64,period=7,max=1024,hysteresis=2"
+WHOLE = Dynamic(64, period=7, max_loss_scale=1024, hysteresis=2)
+# What the variable is, what the command line says, and the loss scale that they give.
+GIVE = [
+    ("", "--mp_loss_scale=dynamic,init=2**10,hysteresis=2", Dynamic(1024, hysteresis=2)),
+    ("", "--mp_policy=16-mixed --mp_loss_scale=none", NoOp()),
+    ("", "--mp_policy=16-mixed --mp_loss_scale=STATIC=2**3;", Static(8)),
+    ("", "--mp_policy=bf16-mixed --mp_loss_scale=auto,init=8", NoOp()),
+    ("", "--mp_policy=c=bf16;BatchNorm:f16 --mp_loss_scale=AUTO=8", Dynamic(8)),
+    ("", "--mp_loss_scale=dynamic,init=0.5,min=0.25", Dynamic(0.5, min_loss_scale=0.25)),
+    # Defaults beside it are no contradiction.
+    ("", "--mp_loss_scale=static=0.1 --mp_scale_type=auto --mp_scale_value=32768", Static(0.1)),
+    ("", "--mp_policy=16-mixed --mp_scale_value=8", Dynamic(8)),
+    (ENV, "", WHOLE),
+    (ENV, "--mp_loss_scale=static=8", Static(8)),
+    (ENV, "--mp_scale_type=Static", Static(2**15)),
+    (ENV, "--mp_scale_type=Static --mp_scale_value=4", Static(4)),
+    (ENV, "--mp_scale_type=NoOp", NoOp()),
+    (ENV, "--mp_scale_type=auto --mp_policy=f16", WHOLE),  # its default
+    (ENV, "--mp_scale_type=Dynamic", Dynamic()),
+    (ENV, "--mp_scale_value=128 --mp_policy=f16", Dynamic(128)),
+    ("auto,init=16", "", NoOp()),
+    ("auto,init=16", "--mp_policy=f16", Dynamic(16)),
+]
 
 
-def define(*arguments, **options):
-    values = flags.FlagValues()
-    mp = jmpx.flags.define_mp_flags(flag_values=values, **options)
-    values(["program", *arguments])
-    return mp, values
-
-
-@pytest.mark.parametrize(
-    ("policy", "text", "expected"),
-    [
-        ("f32", "dynamic, init=2**10, hysteresis=2", Dynamic(1024, hysteresis=2)),
-        ("16-mixed", "none", NoOp()),
-        ("16-mixed", " Static = 2**3 ;", Static(8)),
-        ("f32", "auto", NoOp()),
-        ("bf16-mixed", "auto, init=8", NoOp()),
-        ("16-mixed", "auto, init=8", Dynamic(8)),
-        ("c=bf16; BatchNorm: f16", "AUTO=8", Dynamic(8)),
-        ("f32", "dynamic,init=0.5,min=0.25", Dynamic(0.5, min_loss_scale=0.25)),
-        ("f32", "dynamic,init=2**20,min=2**17", Dynamic(2**20, min_loss_scale=2**17)),
-    ],
-)
-def test_the_flag_says_all(policy, text, expected):
-    mp, values = define(f"--mp_policy={policy}", f"--mp_loss_scale={text}")
+@pytest.mark.parametrize(("variable", "arguments", "expected"), GIVE)
+def test_what_the_flags_give_and_flag_files_give_again(
+    define, variable, arguments, expected, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("JMPX_LOSS_SCALE", variable)
+    mp, values = define(*arguments.split())
     assert mp.loss_scale() == expected
     assert values.mp_loss_scale == values["mp_loss_scale"].value
-    again, _ = define(f"--mp_policy={policy}", f"--mp_loss_scale={values.mp_loss_scale}")
+    path = tmp_path / "flags.txt"
+    path.write_text(values.flags_into_string())
+    again, values_again = define(f"--flagfile={path}")
     assert again.loss_scale() == expected
+    assert values_again.flags_into_string() == values.flags_into_string()
+    has_whole = variable or "--mp_loss_scale=" in arguments
+    assert ("--mp_loss_scale=" in path.read_text()) == bool(has_whole)
+    monkeypatch.setenv("JMPX_LOSS_SCALE", "")
+    if variable and "--mp_scale" in arguments and expected != WHOLE:
+        with pytest.raises(flags.IllegalFlagValueError, match="contradict"):
+            define(f"--flagfile={path}")
+    else:  # what is written does not need the variable
+        again, _ = define(f"--flagfile={path}")
+        assert again.loss_scale() == expected
 
 
-def test_without_it_the_flags_for_parts_decide():
+def test_without_it_the_flags_for_parts_decide(define):
     mp, values = define("--mp_policy=f16")
     assert values.mp_loss_scale is None and mp.loss_scale() == Dynamic()
     with pytest.raises(flags.UnparsedFlagAccessError):
@@ -65,7 +80,7 @@ CONTRADICT = [
 
 
 @pytest.mark.parametrize(("text", "part"), CONTRADICT)
-def test_a_contradiction_is_one_usage_error(text, part):
+def test_a_contradiction_is_one_usage_error(define, text, part):
     for order in (1, -1):
         arguments = [f"--mp_loss_scale={text}", f"--mp_{part}"][::order]
         with pytest.raises(flags.IllegalFlagValueError) as error:
@@ -73,11 +88,6 @@ def test_a_contradiction_is_one_usage_error(text, part):
         message, (name, value) = str(error.value), part.split("=")
         assert "\n" not in message and f"--mp_{name}={value}" in message
         assert f" contradict --mp_loss_scale={text}, the whole loss scale" in message
-
-
-def test_defaults_beside_it_are_no_contradiction():
-    parts = ["--mp_scale_type=auto", "--mp_scale_value=32768"]
-    assert define("--mp_loss_scale=static=8", *parts)[0].loss_scale() == Static(8)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +98,7 @@ def test_defaults_beside_it_are_no_contradiction():
         ("auto, max=1, min=2", "max_loss_scale to be at least min"),  # also if it is none
     ],
 )
-def test_a_bad_value_is_one_usage_error(text, message):
+def test_a_bad_value_is_one_usage_error(define, text, message):
     with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
         define(f"--mp_loss_scale={text}")
     assert "\n" not in str(error.value) and "--mp_loss_scale=" in str(error.value)
@@ -105,7 +115,7 @@ GIVEN = [" STATIC = 2**3;", Static(8), {"type": "static", "init": 8}]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_what_a_program_sets_is_parsed(given):
+def test_what_a_program_sets_is_parsed(define, given):
     mp, values = define()
     values.mp_loss_scale = given
     assert mp.loss_scale() == Static(8)
@@ -118,89 +128,38 @@ def test_what_a_program_sets_is_parsed(given):
     assert mp.loss_scale() == Dynamic()
 
 
-def test_a_program_that_contradicts_the_command_line_is_refused():
+def test_a_program_that_contradicts_the_command_line_is_refused(define):
     mp, values = define("--mp_scale_type=Dynamic")
     with pytest.raises(flags.IllegalFlagValueError, match="--mp_scale_type=Dynamic .* contradict"):
         values.mp_loss_scale = "static=8"
-    mp, values = define("--mp_loss_scale=static=8")
     for name, value in (("scale_type", "Dynamic"), ("scale_value", 16.0)):
-        with flagsaver_of(values), pytest.raises(flags.IllegalFlagValueError, match="contradict"):
+        mp, values = define("--mp_loss_scale=static=8")
+        with pytest.raises(flags.IllegalFlagValueError, match="contradict"):
             setattr(values, f"mp_{name}", value)
-    assert mp.loss_scale() == Static(8)
 
 
-class flagsaver_of:
-    """`flagsaver` for flags of another registry. absl 2.0 keeps what a validator refuses."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __enter__(self):
-        self.before = flagsaver.save_flag_values(self.values)
-
-    def __exit__(self, *args):
-        flagsaver.restore_flag_values(self.before, self.values)
-
-
-@pytest.fixture
-def mp():
-    """Flags of the program itself, which alone `flagsaver` knows."""
-    before = set(flags.FLAGS)
-    mp = jmpx.flags.define_mp_flags("scaled", default_policy="16-mixed")
-    was_parsed = flags.FLAGS.is_parsed()
-    flags.FLAGS.mark_as_parsed()
-    yield mp
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    if not was_parsed:
-        flags.FLAGS.unparse_flags()
-
-
-def test_flagsaver_sets_and_restores(mp):
+def test_flagsaver_sets_and_restores(saved):
     given = {"type": "static", "init": 8}
-    with flagsaver.flagsaver(scaled_loss_scale=given):
-        assert mp.loss_scale() == Static(8)
-        with flagsaver.flagsaver(scaled_loss_scale="auto,init=4"):
-            assert mp.loss_scale() == Dynamic(4)
-        with flagsaver.flagsaver(scaled_loss_scale=None, scaled_scale_value=64.0):
-            assert mp.loss_scale() == Dynamic(64)
-        assert mp.loss_scale() == Static(8)
-    with flagsaver.as_parsed(scaled_loss_scale="static=8"):
-        assert mp.loss_scale() == Static(8) and flags.FLAGS["scaled_loss_scale"].present
-    assert mp.loss_scale() == Dynamic() and flags.FLAGS.scaled_loss_scale is None
+    before = saved.loss_scale()
+    with flagsaver.flagsaver(saved_loss_scale=given):
+        assert saved.loss_scale() == Static(8)
+        with flagsaver.flagsaver(saved_loss_scale="auto,init=4", saved_policy="f16"):
+            assert saved.loss_scale() == Dynamic(4)
+        with flagsaver.flagsaver(saved_loss_scale=None, saved_scale_value=64.0, saved_policy="f16"):
+            assert saved.loss_scale() == Dynamic(64)
+        assert saved.loss_scale() == Static(8)
+    with flagsaver.as_parsed(saved_loss_scale="static=8"):
+        assert saved.loss_scale() == Static(8) and flags.FLAGS["saved_loss_scale"].present
+    assert saved.loss_scale() == before and flags.FLAGS.saved_loss_scale is None
     with (
         pytest.raises(flags.IllegalFlagValueError, match="contradict"),
-        flagsaver.flagsaver(scaled_loss_scale=given, scaled_scale_type="Dynamic"),
+        flagsaver.flagsaver(saved_loss_scale=given, saved_scale_type="Dynamic"),
     ):
         pass
-    assert mp.loss_scale() == Dynamic()
+    assert saved.loss_scale() == before
 
 
-# Strings and flag files
-
-
-LINES = [
-    ["--mp_loss_scale=dynamic,init=2**10,hysteresis=2"],
-    ["--mp_loss_scale=auto,init=64", "--mp_policy=16-mixed"],
-    ["--mp_loss_scale=static=0.1", "--mp_scale_type=auto"],
-    ["--mp_loss_scale=none"],
-    ["--mp_policy=16-mixed", "--mp_scale_value=8"],
-]
-
-
-@pytest.mark.parametrize("arguments", LINES, ids=" ".join)
-def test_the_flag_survives_strings_and_flag_files(arguments, tmp_path):
-    before, values = define(*arguments)
-    path = tmp_path / "flags.txt"
-    path.write_text(values.flags_into_string())
-    after, again = define(f"--flagfile={path}")
-    assert after.loss_scale() == before.loss_scale()
-    assert again.flags_into_string() == values.flags_into_string()
-    has_whole = "loss_scale" in arguments[0]
-    assert ("--mp_loss_scale=" in path.read_text()) == has_whole
-
-
-def test_copies_help_and_aliases():
+def test_copies_help_and_aliases(define):
     _, values = define("--mp_loss_scale=static=8")
     text = " ".join(values.get_help().split())
     assert "--mp_loss_scale: The loss scale." in text and "JMPX_LOSS_SCALE" in text
@@ -248,7 +207,7 @@ def test_define_loss_scale():
             define_it("q", bad, "Bad.", flag_values=values)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_mixed_precision():
+def test_mixed_precision(define):
     mp, _ = define("--mp_policy=c=f16; BatchNorm: full", "--mp_loss_scale=auto,period=500")
     mixed = mp.mixed_precision()
     assert mixed.policy_map == jmpx.get_policy_map("c=f16; BatchNorm: full")
@@ -259,48 +218,7 @@ def test_mixed_precision():
 # JMPX_LOSS_SCALE
 
 
-ENV = "dynamic,init=64,period=7,max=1024,hysteresis=2"
-WHOLE = Dynamic(64, period=7, max_loss_scale=1024, hysteresis=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "expected"),
-    [
-        (ENV, [], WHOLE),
-        (ENV, ["--mp_policy=16-mixed"], WHOLE),
-        (ENV, ["--mp_loss_scale=static=8"], Static(8)),
-        (ENV, ["--mp_loss_scale=none"], NoOp()),
-        (ENV, ["--mp_scale_type=Static"], Static(2**15)),
-        (ENV, ["--mp_scale_type=Static", "--mp_scale_value=4"], Static(4)),
-        (ENV, ["--mp_scale_type=NoOp"], NoOp()),
-        (ENV, ["--mp_scale_type=auto", "--mp_policy=f16"], WHOLE),  # its default
-        (ENV, ["--mp_scale_type=Dynamic"], Dynamic()),
-        (ENV, ["--mp_scale_value=128", "--mp_policy=f16"], Dynamic(128)),
-        ("static=16", ["--mp_scale_type=Static", "--mp_scale_value=8"], Static(8)),
-        ("auto,init=16", [], NoOp()),
-        ("auto,init=16", ["--mp_policy=f16"], Dynamic(16)),
-    ],
-)
-def test_the_command_line_goes_before_the_loss_scale(
-    text, arguments, expected, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("JMPX_LOSS_SCALE", text)
-    mp, values = define(*arguments)
-    assert mp.loss_scale() == expected
-    path = tmp_path / "flags.txt"
-    path.write_text(values.flags_into_string())
-    again, _ = define(f"--flagfile={path}")
-    assert again.loss_scale() == expected
-    monkeypatch.setenv("JMPX_LOSS_SCALE", "")
-    if any("--mp_scale" in each for each in arguments) and expected != WHOLE:
-        with pytest.raises(flags.IllegalFlagValueError, match="contradict"):
-            define(f"--flagfile={path}")
-    else:  # what is written does not need the variable
-        again, _ = define(f"--flagfile={path}")
-        assert again.loss_scale() == expected
-
-
-def test_programs_go_before_the_loss_scale(monkeypatch):
+def test_programs_go_before_the_loss_scale(define, monkeypatch):
     monkeypatch.setenv("JMPX_LOSS_SCALE", "static=8")
     mp, values = define()
     values.mp_loss_scale = "static=4"
@@ -314,7 +232,7 @@ def test_programs_go_before_the_loss_scale(monkeypatch):
     assert mp.loss_scale() == Dynamic()
 
 
-def test_one_policy_from_the_variable_decides_auto(monkeypatch):
+def test_one_policy_from_the_variable_decides_auto(define, monkeypatch):
     monkeypatch.setenv("JMPX_POLICY", "16-mixed")
     assert define()[0].loss_scale() == Dynamic()
     monkeypatch.setenv("JMPX_LOSS_SCALE", "auto=8")
