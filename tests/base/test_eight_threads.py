@@ -1,13 +1,12 @@
-"""Runs policies in eight threads at once, and checks that each thread sees only its own dtypes.
+"""What threads share, and what each has for itself: policies, contexts, classes, marks, warnings.
 
-Each thread attaches its own policy to classes that all threads share, pushes another one, opens a
-policy map of its own, and calls modules of Haiku, Linen, Equinox and NNX, autocast and a gradient
-function: eagerly, through jitted functions that all threads share, and with shapes that no thread
-has compiled before. A call reports the dtypes, the algorithm of products and the `current_policy()`
-with which it was traced. Python changes threads every tenth of a millisecond.
-
-At the end, new threads have no policy, modules compute as they were written, and the filters of
-warnings are as they were.
+In `run_all`, each of eight threads attaches its own policy to classes that all threads share,
+pushes another one, opens a policy map of its own, and calls modules of Haiku, Linen, Equinox and
+NNX, autocast and a gradient function: eagerly, through jitted functions that all threads share, and
+with shapes that no thread has compiled before. A call reports the dtypes, the algorithm of products
+and the `current_policy()` with which it was traced. Python changes threads every tenth of a
+millisecond. At the end, new threads have no policy, modules compute as they were written, and the
+filters of warnings are as they were.
 """
 
 import contextlib
@@ -17,26 +16,56 @@ import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import zoo
 from jax.experimental.compilation_cache import compilation_cache
 
 import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+
+# To give the threads one store of contexts or policies, and marks that look at themselves.
 from jmpx._base import contexts
+from jmpx._jaxprs import marks
 from jmpx._policies import registry
 
 THREADS, COMPILE_EVERY = 8, 20
 DTYPES = ("float32", "float16", "bfloat16")
 MATMULS = (None, "high", "highest")
+ONE, X = jnp.ones((), jnp.float32), jnp.ones((2, 2), jnp.float32)
+
+
+def together(*calls, count=1):
+    """Runs functions in threads of their own, each `count` times, all at once."""
+    barrier, results = threading.Barrier(count * len(calls)), []
+
+    def run(call):
+        barrier.wait()
+        results.append(call())
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls * count]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@contextlib.contextmanager
+def switching_every(seconds):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
 
 # Modules whose results show how they were traced.
 
@@ -60,46 +89,13 @@ def traced_with(x: Any, w: Any) -> tuple[Any, Any]:
     return x * w, jnp.int32(code)
 
 
-ONE = jnp.ones((), jnp.float32)
-
-
-class Outer(hk.Module):
-    def __call__(self, x: Any) -> Any:
-        return traced_with(x, hk.get_parameter("w", (), jnp.float32, init=jnp.ones))
-
-
-class LinenOuter(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return traced_with(x, self.param("w", lambda _: ONE))
-
-
-class EquinoxOuter(eqx.Module):
-    w: Any
-
-    # Equinox warns of a class with both of these when the class is made.
-    def __init__(self) -> None:
-        self.w = ONE
-
-    def __call__(self, x: Any) -> Any:
-        return traced_with(x, self.w)
-
-
-class NNXOuter(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(ONE)
-
-    def __call__(self, x: Any) -> Any:
-        return traced_with(x, self.w[...])
-
-
 class Plain:
     """A class of no framework."""
 
 
-HAIKU = hk.transform(lambda x: Outer()(x))
-LINEN, EQUINOX, NNX = LinenOuter(), EquinoxOuter(), NNXOuter()
-CLASSES = (Outer, LinenOuter, EquinoxOuter, NNXOuter, Plain)
+NETS = {f: zoo.build(f, lambda m, x: traced_with(x, m.param("w")), X) for f in zoo.FRAMEWORKS}
+EQUINOX = NETS["equinox"].model
+CLASSES = (zoo.HaikuNet, zoo.LinenNet, type(EQUINOX), zoo.NNXNet, Plain)
 
 
 @jax.jit
@@ -132,21 +128,17 @@ def run_autocast(x: Any, text: str | None) -> Any:
 
 # Functions of an input and the map of a view, and the contexts that open a map for the others.
 MODULES = {
-    "haiku": lambda x, text: HAIKU.apply({"outer": {"w": ONE}}, None, x),
-    "linen": lambda x, text: LINEN.apply({"params": {"w": ONE}}, x),
+    "haiku": lambda x, text: NETS["haiku"].apply(NETS["haiku"].model, x),
+    "linen": lambda x, text: NETS["linen"].apply(NETS["linen"].model, x),
     "equinox": lambda x, text: jmpx.equinox.with_policies(EQUINOX, text)(x),
-    "nnx": lambda x, text: jmpx.flax.with_policies(NNX, text)(x),
+    "nnx": lambda x, text: jmpx.flax.with_policies(NETS["nnx"].model, text)(x),
 }
 OPENED = {
     "haiku": lambda text: jmpx.haiku.policies(text) if text else contextlib.nullcontext(),
     "linen": jmpx.flax.policies,
 }
-FUNCTIONS = {"gradient": run_gradient, "autocast": run_autocast}
-EAGER = MODULES | FUNCTIONS
+EAGER = MODULES | {"gradient": run_gradient, "autocast": run_autocast}
 JITTED = {name: jax.jit(run, static_argnums=1) for name, run in EAGER.items()}
-
-
-# What a thread should see, and what it sees.
 
 
 class Wanted(NamedTuple):
@@ -238,40 +230,27 @@ class Thread:
 
     def fresh(self) -> None:
         """Checks that there are no policies, also in functions that other threads have compiled."""
-        x = jnp.ones((2, 2), jnp.float32)
         for cls in CLASSES:
             self.check("a fresh thread's policy_of", None, jmpx.policy_of(cls))
         self.check("a fresh thread's current_policy", None, jmpx.current_policy())
         for name in MODULES:
             for mode in ("eager", "jitted"):
-                seen = self.call(name, mode, x, None)
+                seen = self.call(name, mode, X, None)
                 self.check(f"a fresh thread's {name}", ("float32", 0), seen)
 
 
-def run_all(rounds: int) -> tuple[int, list[str]]:
+def run_all(rounds: int, threads: int = THREADS) -> tuple[int, list[str]]:
     """Runs the threads; returns how much was checked, and what was wrong."""
-    filters, interval = list(warnings.filters), sys.getswitchinterval()
-    barrier = threading.Barrier(THREADS)
-    workers, last = [Thread(number) for number in range(THREADS)], Thread(0)
-    sys.setswitchinterval(1e-4)
-    try:
-        run_together([(worker.run, (rounds, barrier)) for worker in workers])
-    finally:
-        sys.setswitchinterval(interval)
-    run_together([(last.fresh, ())])
+    filters, barrier = list(warnings.filters), threading.Barrier(threads)
+    workers, last = [Thread(number) for number in range(threads)], Thread(0)
+    with switching_every(1e-4):
+        together(*(lambda worker=worker: worker.run(rounds, barrier) for worker in workers))
+    together(last.fresh)
     last.fresh()
     last.check("the filters of warnings", filters, list(warnings.filters))
     workers.append(last)
     failures = [failure for worker in workers for failure in worker.failures]
     return sum(worker.checks for worker in workers), list(dict.fromkeys(failures))
-
-
-def run_together(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    threads = [threading.Thread(target=target, args=args) for target, args in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.fixture
@@ -285,33 +264,121 @@ def without_cache():
 
 
 @pytest.mark.thorough
+@pytest.mark.versions
 def test_threads_see_their_own_policies(without_cache):
     checks, failures = run_all(1)
     assert not failures and checks > 200
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shared", ["the registry", "contexts"])
+@pytest.mark.parametrize(
+    "shared", ["the registry", pytest.param("contexts", marks=pytest.mark.thorough)]
+)
 def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
     """If threads had one store of policies or contexts, they would see each other's."""
-    monkeypatch.setitem(globals(), "THREADS", 2)
     if shared == "contexts":
         one = type("One", (), {"state": contexts._State()})()
         monkeypatch.setattr(contexts, "_thread", one)
     else:
         one = type("One", (), {"policies": {}, "running": []})()
         monkeypatch.setattr(registry, "_registry", one)
-    _, failures = run_all(1)
+    _, failures = run_all(1, threads=2)
     assert failures
     for cls in CLASSES:
         jmpx.clear_policy(cls)
 
 
 def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
-    seen = []
     with jmpx.push_policy(Plain, "bf16"):
-        worker = threading.Thread(target=lambda: seen.append(jmpx.policy_of(Plain)))
-        worker.start()
-        worker.join()
+        assert together(lambda: jmpx.policy_of(Plain)) == [None]
         assert jmpx.policy_of(Plain) is not None
-    assert seen == [None]
+
+
+# What threads share
+
+
+def new_equinox():
+    class Model(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return x * self.w
+
+    return Model(ONE)
+
+
+def new_nnx():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(ONE)
+
+        def __call__(self, x):
+            return x * self.w[...]
+
+    return Model()
+
+
+def class_of_a_marked(model):
+    seen = []
+    note = lambda m, x: seen.append(type(m)) or m(x)  # noqa: E731
+    jax.eval_shape(jmpx.autocast(note, "f32; Model: c=bf16"), model, jnp.ones(2))
+    return seen[0]
+
+
+MADE = {
+    "equinox view": (new_equinox, lambda m: type(jmpx.equinox.with_policies(m, "c=bf16"))),
+    "nnx view": (new_nnx, lambda m: type(jmpx.flax.with_policies(m, "c=bf16"))),
+    "equinox mark": (new_equinox, class_of_a_marked),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_threads_get_one_class_for_one_class_and_policy(kind):
+    new, class_of = MADE[kind]
+    with switching_every(1e-6):
+        for _ in range(5):
+            model = new()
+            classes = together(lambda model=model: class_of(model), count=8)
+            assert len(classes) == 8 and len(set(classes)) == 1
+    assert class_of(new()) not in classes
+
+
+def test_nothing_changes_the_filters_of_warnings_which_all_threads_share(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Equinox's, of both kinds of __init__
+
+        class Model(eqx.Module):
+            w: jax.Array
+
+            def __init__(self):
+                self.w = jnp.ones(())
+
+            def __post_init__(self):
+                raise AssertionError
+
+            def __call__(self, x):
+                return x * self.w
+
+    def changed(*_, **__):
+        raise AssertionError("the filters of warnings change")
+
+    model, x = Model(), jnp.ones(2)
+    call = jmpx.autocast(lambda m, x: m(x), "c=bf16; Model: f32")
+    with monkeypatch.context() as patch:
+        patch.setattr("warnings.catch_warnings", changed)
+        view = jmpx.equinox.with_policies(model, "c=bf16,o=f32")
+        results = [view(x), jax.eval_shape(call, model, x), jax.eval_shape(call, view, x)]
+    assert {y.dtype for y in results} == {x.dtype}
+    with pytest.raises(AssertionError):  # An instance has the method that its class hides.
+        view.__post_init__()
+
+
+def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
+    class Marks(dict):
+        def setdefault(self, module, mark):
+            assert marks.module_of(mark) == module
+            return super().setdefault(module, mark)
+
+    monkeypatch.setattr(marks, "_marks", Marks())
+    module = marks.Module(eqx.nn.Linear, "layer")
+    assert len({marks._mark(module) for _ in range(3)}) == 1
+    assert marks.module_of(marks._mark(module)) == module

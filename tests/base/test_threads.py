@@ -1,8 +1,13 @@
-"""Contexts of policies in threads."""
+"""Contexts of policies that end in another order than they began, or in another thread."""
 
 import asyncio
+import contextlib
+import gc
+import itertools
 import threading
+import warnings
 
+import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -17,6 +22,7 @@ from helpers.contexts import (
     everywhere,
     nothing_stays_behind,
     run_haiku,
+    run_linen,
 )
 
 import jmpx
@@ -24,10 +30,181 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
+# Python prints an error of a generator that is collected, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in")
+ENDS = pytest.mark.parametrize("how", ["close", "collect"])
+PUSHES = {"haiku": HaikuModule, "linen": LinenModule, "equinox": EquinoxModule}
+
 
 @pytest.fixture(autouse=True)
 def clean():
     yield from nothing_stays_behind()
+
+
+def enter(*contexts):
+    for context in contexts:
+        context.__enter__()
+
+
+def leave(context):
+    context.__exit__(None, None, None)
+
+
+# Contexts that end in another order
+
+
+@everywhere
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_contexts_may_end_in_any_order(kind, order):
+    make, run = CONTEXTS[kind]
+    dtypes = [BF16, F16, BF16]
+    contexts = [make(f"c={dtype.name}") for dtype in dtypes]
+    enter(*contexts)
+    assert run() == dtypes[-1]
+    still_open = [0, 1, 2]
+    for i in order:
+        leave(contexts[i])
+        still_open.remove(i)
+        assert run() == (dtypes[still_open[-1]] if still_open else F32)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::3], ids=str)
+def test_contexts_of_several_kinds_may_end_in_any_order(order):
+    names = ["haiku", "linen", "push_equinox", "push_linen"]
+    contexts = [CONTEXTS[name][0]("c=bf16") for name in names]
+    enter(*contexts)
+    still_open = {*names}
+    for i in order:
+        leave(contexts[i])
+        still_open.remove(names[i])
+        for name in ("haiku", "linen", "push_equinox"):
+            expected = BF16 if name in still_open else F32
+            assert CONTEXTS[name][1]() == expected
+
+
+def steps(make, policy="c=bf16", run=None, times=1):
+    with make(policy):
+        for _ in range(times):
+            yield run and run()
+
+
+@everywhere
+def test_interleaved_generators(kind):
+    make, run = CONTEXTS[kind]
+    first, second = (steps(make, policy, run, 3) for policy in ("c=bf16", "c=f16"))
+    assert (next(first), next(second)) == (BF16, F16)
+    assert next(first) == F16  # generators cannot be told apart: the innermost context holds
+    first.close()
+    assert next(second) == F16 and run() == F16
+    assert len(list(second)) == 1
+    assert run() == F32
+
+
+@everywhere
+def test_a_generator_that_fails_and_one_that_is_forgotten(kind):
+    make, run = CONTEXTS[kind]
+    failing, forgotten = started(make, "c=bf16", "c=f16")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        failing.throw(RuntimeError("in the middle"))
+    assert run() == F16
+    del forgotten
+    gc.collect()
+    assert run() == F32
+
+
+@everywhere
+def test_exit_stacks_that_are_closed_out_of_order(kind):
+    make, run = CONTEXTS[kind]
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(make("c=bf16"))
+    second.enter_context(make("c=f16"))
+    moved = first.pop_all()
+    first.close()
+    assert run() == F16
+    moved.close()
+    assert run() == F16
+    second.close()
+    second.close()
+    assert run() == F32
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_set_policy_between_pushes_that_end_out_of_order(name):
+    make, run = CONTEXTS[f"push_{name}"]
+    jmpx.set_policy(PUSHES[name], "c=f16")
+    first, second = make("c=bf16"), make("c=f32")
+    enter(first, second)
+    leave(first)
+    assert run() == F32
+    leave(second)
+    assert run() == F16
+    jmpx.clear_policy(PUSHES[name])
+
+
+def test_haikus_class_policies_come_back_from_contexts_that_end_out_of_order():
+    policy = jmpx.get_policy("c=f16")
+    with hk.mixed_precision.push_policy(HaikuModule, policy):  # pyright: ignore[reportArgumentType]
+        first, second = jmpx.haiku.policies("c=bf16"), jmpx.haiku.policies("c=bf16")
+        for change, context in [(enter, first), (enter, second), (leave, first), (leave, second)]:
+            change(context)
+            assert run_haiku() == F16
+        assert hk.mixed_precision.get_policy(HaikuModule) is policy
+
+
+# Entry that is refused, and frameworks' own interceptors
+
+
+@everywhere
+def test_an_entry_that_is_refused_changes_nothing(kind):
+    make, run = CONTEXTS[kind]
+    with make("c=bf16"):
+        with pytest.raises(ValueError, match="Unknown dtype"), make("c=f17"):
+            raise AssertionError
+        assert run() == BF16
+
+
+def test_the_users_interceptors_around_and_inside_are_left_alone():
+    calls = []
+
+    def count(f, args, kwargs, context):
+        calls.append(context.method_name)
+        return f(*args, **kwargs)
+
+    for intercept, make, run in [
+        (hk.intercept_methods, jmpx.haiku.policies, run_haiku),
+        (nn.intercept_methods, jmpx.flax.policies, run_linen),
+    ]:
+        calls.clear()
+        with intercept(count), make("c=f16"), intercept(count), make("c=bf16"):
+            assert run() == BF16
+        assert calls.count("__call__") == 2
+
+
+def test_a_policy_is_pushed_inside_of_a_method_of_another_class():
+    class Outer(hk.Module):
+        def __call__(self, x):
+            with jmpx.push_policy(HaikuModule, "c=f16"):
+                return HaikuModule()(x)
+
+    network = hk.transform(lambda x: Outer()(x))
+    assert network.apply({}, None, X).dtype == F16
+    with jmpx.haiku.policies("c=bf16"):
+        assert network.apply({}, None, X).dtype == BF16
+
+
+def test_a_context_warns_of_unused_rules_though_it_ends_out_of_order():
+    first, second = jmpx.flax.policies("c=bf16; Dence: full"), jmpx.flax.policies("c=f16")
+    enter(first)
+    run_linen()
+    enter(second)
+    with pytest.warns(UserWarning, match="Dence"):
+        leave(first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        leave(second)
+
+
+# Threads
 
 
 @everywhere
@@ -60,17 +237,6 @@ def test_a_thread_started_by_a_task_has_no_context(kind):
     assert asyncio.run(main()) == F32
 
 
-def steps(make, policy="c=bf16"):
-    with make(policy):
-        yield
-
-
-def in_another_thread(func):
-    thread = threading.Thread(target=func)
-    thread.start()
-    thread.join()
-
-
 def end_elsewhere(held, how):
     """Ends the generators in a list in another thread: closes them, or drops the last reference."""
 
@@ -82,7 +248,9 @@ def end_elsewhere(held, how):
                     generator.close()
             del generator
 
-    in_another_thread(end)
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
 
 
 def started(make, *policies):
@@ -90,11 +258,6 @@ def started(make, *policies):
     for generator in generators:
         next(generator)
     return generators
-
-
-# Python prints an error of a generator that is collected, and goes on.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in")
-ENDS = pytest.mark.parametrize("how", ["close", "collect"])
 
 
 @everywhere
@@ -172,7 +335,7 @@ def test_a_context_that_ends_while_its_thread_traces(kind):
 def test_a_policy_that_is_set_after_a_context_has_ended_in_another_thread_stays(kind):
     make, _ = CONTEXTS[kind]
     end_elsewhere(started(make, "c=bf16"), "close")
-    for cls in (HaikuModule, LinenModule, EquinoxModule):
+    for cls in PUSHES.values():
         jmpx.set_policy(cls, "c=f16")
         assert jmpx.policy_of(cls) == jmpx.get_policy("c=f16")
         jmpx.clear_policy(cls)
