@@ -1,36 +1,30 @@
-"""The ranges of programs: against what NumPy and float32 programs compute."""
+"""The ranges of programs, against what NumPy and float32 programs compute, and what they print."""
 
+import collections
 import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
-from helpers.planted_layer import FRAMEWORKS, planted
+from helpers import F16, F32, normal
+from helpers.planted_layer import planted
 from jax import lax
 
 import jmpx
-from jmpx._inspect.ranges import counting
-from jmpx._inspect.ranges.data import Histogram, Range
-from jmpx._inspect.ranges.report import Ranges
 
-F16, F32 = jnp.float16, jnp.float32
+look = jmpx.inspect.ranges
+thorough = pytest.mark.thorough
 
 
 def counted(array):
     """The histogram of an array by exponent, as NumPy counts it."""
     array = np.abs(np.asarray(array, np.float64)).ravel()
     exponents = np.frexp(array[array > 0])[1] - 1
-    return dict(zip(*map(np.ndarray.tolist, np.unique(exponents, return_counts=True)), strict=True))
-
-
-def summed(*histograms):
-    total = {}
-    for each in histograms:
-        for exponent, count in each.items():
-            total[exponent] = total.get(exponent, 0) + count
-    return dict(sorted(total.items()))
+    return collections.Counter(exponents.tolist())
 
 
 def by_scope(ranges, kind="activations"):
@@ -46,37 +40,6 @@ def highest(found):
 
 def exponent(number):
     return int(np.frexp(float(number))[1]) - 1
-
-
-@pytest.fixture(params=["compiled", "by operation"])
-def way(request, monkeypatch):
-    """Programs run both ways: compiled as a whole, and one operation after the other."""
-    monkeypatch.setattr(counting, "_FEW", 150 if request.param == "compiled" else 0)
-
-
-@pytest.mark.sampled(2)
-def test_activations_and_gradients_are_counted_by_hand(rng, way):
-    x, w = normal(rng, 5, 4), normal(rng, 4, 3)
-
-    def loss_fn(w, x):
-        with jax.named_scope("layer"):
-            h = jnp.sin(x @ w)
-        return jnp.sum(h * np.float32(2**-9))
-
-    found = jmpx.inspect.ranges(loss_fn)(w, x)
-    z = x @ w
-    cotangent = np.full((5, 3), 2.0**-9, np.float32) * jnp.cos(z)
-    layer, outside = by_scope(found)["layer"], by_scope(found)[""]
-    # The product, its sine, and the cosine that the backward pass reads.
-    assert layer.histogram.exponents == summed(*map(counted, (z, jnp.sin(z), jnp.cos(z))))
-    # The loss is a single number, which does not count.
-    assert outside.histogram.exponents == counted(jnp.sin(z) * np.float32(2**-9))
-    gradients = found.histogram("gradients")
-    assert highest(by_scope(found, "gradients")["layer"]) == exponent(
-        max(np.abs(cotangent).max(), np.abs(np.asarray(x).T @ cotangent).max())
-    )
-    assert gradients.size == sum(a.size for a in (cotangent, cotangent, w))
-    assert found.title == "loss_fn and its gradient"
 
 
 def body(carry, x):
@@ -101,9 +64,9 @@ def unrolled(x):
 @pytest.mark.thorough
 def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
-    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x)) for fn in (scanned, unrolled))
+    loop, plain = (by_scope(look(fn)(x)) for fn in (scanned, unrolled))
     assert loop["body"].histogram == plain["body"].histogram
-    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x), "gradients") for fn in (scanned, unrolled))
+    loop, plain = (by_scope(look(fn)(x), "gradients") for fn in (scanned, unrolled))
     assert loop["body"].histogram.exponents == plain["body"].histogram.exponents
 
 
@@ -118,10 +81,12 @@ def test_while_loops_and_the_branch_that_runs_are_counted(rng):
             return lax.cond(n > 3, lambda x: x * 1e6, lambda x: x * 1e-6, x)
 
     x = jnp.abs(normal(rng, 6)) + 1
-    found = by_scope(jmpx.inspect.ranges(fn)(x, 5))
-    assert found["double"].histogram.exponents == summed(*(counted(x * 2**i) for i in range(1, 6)))
+    found = by_scope(look(fn)(x, 5))
+    assert found["double"].histogram.exponents == sum(
+        (counted(x * 2**i) for i in range(1, 6)), collections.Counter()
+    )
     assert found["branch"].histogram.exponents == counted(x * 2**5 * np.float32(1e6))
-    few = by_scope(jmpx.inspect.ranges(fn)(x, 2))
+    few = by_scope(look(fn)(x, 2))
     assert few["branch"].histogram.exponents == counted(x * 2**2 * np.float32(1e-6))
 
 
@@ -145,7 +110,7 @@ def test_what_stands_for_a_function_is_looked_into(wrap, rng):
             return jnp.sum(inner(x) * 2.0**-10)
 
     fn = wrap if wrap in (custom, jax.nn.relu) else wrap(lambda x: jnp.exp(x) * 3.0)
-    found = jmpx.inspect.ranges(functools.partial(loss_fn, inner=fn))(x)
+    found = look(functools.partial(loss_fn, inner=fn))(x)
     assert highest(found.activations) == exponent(np.abs(fn(x)).max())
     slopes = jax.grad(functools.partial(loss_fn, inner=fn))(x)
     assert min(found.histogram().exponents) <= exponent(np.abs(slopes).max())
@@ -158,16 +123,16 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
         h = wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) * 0.5))(w, x)
         return jnp.mean(h)
 
-    plain = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=lambda f: f))(w, x)
-    again = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=jax.checkpoint))(w, x)
+    plain = look(functools.partial(loss_fn, wrap=lambda f: f))(w, x)
+    again = look(functools.partial(loss_fn, wrap=jax.checkpoint))(w, x)
     assert highest(again.activations) == exponent(np.abs(x @ w).max())
     assert highest(again.gradients) == highest(plain.gradients) < highest(again.activations)
     assert again.loss_scale() == plain.loss_scale()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
+def test_what_was_traced_in_16_bits_runs_in_float32(rng):
+    dtype = F16
     table = normal(rng, 6, 4).astype(dtype)  # an argument, too
     params = {"w": normal(rng, 4, 4) * 300, "table": table}
     indices = jnp.asarray([0, 3, 3, 5])
@@ -182,9 +147,9 @@ def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
 
     def run(params, dtype):
         fn = functools.partial(loss_fn, dtype=dtype)
-        return jmpx.inspect.ranges(fn)(params, indices)
+        return look(fn)(params, indices)
 
-    found = run(params, jnp.dtype(dtype))
+    found = run(params, dtype)
     plain = run({"w": params["w"], "table": table.astype(F32)}, F32)
     assert found.shares("float16").lost > 0  # it has no such ones
     for kind in ("activations", "gradients"):
@@ -198,7 +163,7 @@ def test_autocast_has_no_effect(rng):
         return jnp.tanh(x @ w @ w)
 
     def found(apply):
-        return jmpx.inspect.ranges(lambda w, x: jnp.mean(apply(w, x)))(w, x).activations
+        return look(lambda w, x: jnp.mean(apply(w, x)))(w, x).activations
 
     assert highest(found(jmpx.autocast(apply, "c=f16"))) == highest(found(apply)) > 16
 
@@ -208,25 +173,25 @@ def test_bits_stay_those_that_were_traced():
         bits = lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1 << 10)  # twice
         return lax.bitcast_convert_type(bits, F16) * 2
 
-    found = jmpx.inspect.ranges(fn)(jnp.asarray([1.0], F16))
+    found = look(fn)(jnp.asarray([1.0], F16))
     assert found.activations[0].histogram.exponents == {1: 1, 2: 1}
 
 
 def test_subnormal_numbers_are_seen():
     tiny = np.asarray([2.0**-140], np.float32)
-    found = jmpx.inspect.ranges(lambda x, y: jnp.where(y > 0, x, y))(tiny, np.ones(1, np.float32))
+    found = look(lambda x, y: jnp.where(y > 0, x, y))(tiny, np.ones(1, np.float32))
     assert found.activations[0].histogram.exponents == {-140: 1}
     assert found.shares("bfloat16", kind="activations").lost == 1
 
 
-@pytest.mark.parametrize("fill", [-1e9, jnp.finfo(F32).min])
+@pytest.mark.parametrize("fill", [-1e9, pytest.param(jnp.finfo(F32).min, marks=thorough)])
 def test_a_mask_does_not_overflow(fill, rng):
     def loss_fn(q, mask):
         with jax.named_scope("attention"):
             weights = jax.nn.softmax(jnp.where(mask, q @ q.T, fill))
         return jnp.mean(weights**2)
 
-    found = jmpx.inspect.ranges(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
+    found = look(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
     assert found.masks == (abs(float(np.float32(fill))),)
     assert found.histogram("activations").masked == 12  # in the scores, and less their maximum
     assert found.shares("float16", kind="activations").overflowing == 0
@@ -234,12 +199,12 @@ def test_a_mask_does_not_overflow(fill, rng):
 
 
 def test_a_factor_beyond_float16_is_no_mask():
-    found = jmpx.inspect.ranges(lambda x: x * 1e6)(jnp.ones(3))
+    found = look(lambda x: x * 1e6)(jnp.ones(3))
     assert found.masks == () and found.shares("float16", kind="activations").overflowing == 1
 
 
 def test_infinities_and_nans_do_not_count_as_overflows(rng):
-    found = jmpx.inspect.ranges(lambda x: jnp.log(x) * 2)(jnp.asarray([0.0, -1.0, 2.0]))
+    found = look(lambda x: jnp.log(x) * 2)(jnp.asarray([0.0, -1.0, 2.0]))
     histogram = found.histogram("activations")
     assert (histogram.infinite, histogram.nan, histogram.numbers) == (2, 2, 2)
     assert found.shares("float16", kind="activations").overflowing == 0
@@ -256,9 +221,42 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
         loss, gradient = jax.value_and_grad(lambda w: 2.0**10 * loss_fn(w, x))(w)
         return w - 0.1 * gradient, loss
 
-    plain, scaled = jmpx.inspect.ranges(loss_fn)(w, x), jmpx.inspect.ranges(step)(w, x)
+    plain, scaled = look(loss_fn)(w, x), look(step)(w, x)
     assert (scaled.title, plain.title) == ("step", "loss_fn and its gradient")
     assert scaled.loss_scale() == plain.loss_scale() / 2**10
+
+
+def test_the_numbers_of_a_loss_scale_do_not_count(rng):
+    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
+
+    def step(w, scale):
+        def loss_fn(w):
+            return jnp.mean((x @ w) ** 2)
+
+        scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
+        return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
+
+    found = look(step)(w, jmpx.DynamicLossScale(2**16))
+    plain = look(lambda w: jnp.mean((x @ w) ** 2))(w)
+    assert found.loss_scale() == plain.loss_scale() / 2**16
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("framework", ["haiku", "nnx"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_modules_are_told_by_their_paths(framework):
+    """One layer squares numbers beyond float16, and no other layer comes near."""
+    squares = lambda x: jnp.log1p(jnp.sum(x * x, -1, keepdims=True) * x)  # noqa: E731
+    loss, (model, x) = planted(framework, squares, "c=f16,o=f32")
+    model = jax.tree.map(lambda x: jnp.full(x.shape, 6.0, x.dtype), model)
+    found = look(loss)(model, 40 * x)
+    over = {
+        each.scope: each.histogram.shares("float16").overflowing > 0 for each in found.activations
+    }
+    assert [scope for scope, is_over in over.items() if is_over] == [
+        scope for scope in over if scope.rpartition("/")[2] == "plant"
+    ]
+    assert found.shares("float16", kind="activations", scope="*/plant").overflowing > 0
 
 
 @pytest.mark.parametrize(
@@ -276,69 +274,109 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
     ],
 )
 def test_the_loss_scale_leaves_head_room(largest, options, scale):
-    bins = counting.bins_of(counting.magnitudes(np.array([largest], np.float32)))
-    counts = np.bincount(np.asarray(bins))
-    histogram = Histogram(tuple((int(i), 1) for i in np.flatnonzero(counts)))
-    gradients = (Range("", histogram),)
-    found = Ranges("f", gradients, gradients)
+    found = look(lambda w, x: jnp.sum(w * x))(jnp.ones(1), jnp.array([largest]))
     assert found.loss_scale(**options) == scale
     (line,) = [line for line in str(found).splitlines() if "Loss scale" in line]
     loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
     assert float(loss_scale.loss_scale) == found.loss_scale()
     assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
-
-
-def test_the_numbers_of_a_loss_scale_do_not_count(rng):
-    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
-
-    def step(w, scale):
-        def loss_fn(w):
-            return jnp.mean((x @ w) ** 2)
-
-        scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
-        return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
-
-    found = jmpx.inspect.ranges(step)(w, jmpx.DynamicLossScale(2**16))
-    plain = jmpx.inspect.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
-    assert found.loss_scale() == plain.loss_scale() / 2**16
+    said = "A loss that is itself computed in float16 takes dynamic,init=32768."
+    assert (said in str(found)) == (found.loss_scale() > 2**15)
+    for head_room in (1.5, "2", None):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            found.loss_scale(head_room)
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):
-    found = jmpx.inspect.ranges(lambda x: x @ x)(normal(rng, 3, 3))
+    found = look(lambda x: x @ x)(normal(rng, 3, 3))
     assert len(found.activations) == 1 and found.gradients == ()
-    assert found.histogram() == Histogram()
-    with pytest.raises(ValueError, match="Expected gradients that are not all zero, got none"):
-        found.loss_scale()
+    assert found.histogram().size == 0
+    text = str(look(lambda x: x + 1)(np.arange(3)))
+    assert "0 scopes" in text and "Loss scale" not in text and "subnormal" not in text
 
 
-def test_shapes_do_not_suffice(rng):
-    shape = jax.ShapeDtypeStruct((3, 3), F32)
-    with pytest.raises(TypeError, match="got a shape as x: .*jmpx.inspect.audit"):
-        jmpx.inspect.ranges(lambda w, x: jnp.sum(w @ x))(normal(rng, 3, 3), shape)
+# Text, JSON and pictures
 
 
-@pytest.mark.parametrize("head_room", [1.5, "2", None])
-def test_head_room_is_a_whole_number(head_room):
-    found = Ranges("f", (), (Range("", Histogram(((0, 1),))),))
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        found.loss_scale(head_room)
-    with pytest.raises(ValueError, match="Expected head_room= to be at least 0, got -1"):
-        found.loss_scale(-1)
+@pytest.fixture(scope="module")
+def found():
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, x):
+        with jax.named_scope("net"):
+            with jax.named_scope("encoder"):
+                h = jnp.tanh(x @ params["w"])
+            with jax.named_scope("energy"):
+                h = jnp.square(1000 * h).sum(-1)
+        return jnp.mean(jnp.sqrt(h)) / 1000
+
+    return look(loss_fn)({"w": normal(rng, 8, 4)}, normal(rng, 6, 8))
+
+
+def test_the_text_says_what_matters(found):
+    text = str(found)
+    assert text.startswith("Ranges of loss_fn and its gradient in float32: 3 scopes, ")
+    (row,) = [line for line in text.splitlines() if line.endswith("net/energy")]
+    shares = found.shares("float16", kind="activations", scope="net/energy")
+    assert f"{100 * shares.overflowing:.1f} %" in row
+    assert f"dynamic,init={int(found.loss_scale())}  " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_json_holds_what_the_ranges_hold(found):
+    data = json.loads(found.to_json())
+    assert [each["scope"] for each in data["gradients"]] == [e.scope for e in found.gradients]
+    energy = data["activations"][1]
+    histogram = found.activations[1].histogram
+    assert energy["exponents"] == {str(e): n for e, n in histogram.exponents.items()}
+
+
+def test_scopes_are_found_by_path_by_name_and_by_glob(found):
+    inner = [each.histogram for each in found.activations if each.scope.startswith("net/")]
+    sizes = [each.numbers for each in inner]
+    for scope, size in {
+        "net": sum(sizes),
+        "net/encoder": sizes[0],
+        "encoder": sizes[0],
+        "*/energy": sizes[1],
+        "net/*": sum(sizes),
+        "": found.activations[2].histogram.numbers,
+    }.items():
+        assert found.histogram("activations", scope).numbers == size
+    assert found.histogram("activations").numbers > sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.SVG", b"<?xml"), pytest.param("a.pdf", b"%PDF", marks=thorough)],
+)
+def test_pictures_are_written(found, tmp_path, name, start):
+    found.plot(tmp_path / name, scale=found.loss_scale())
+    assert (tmp_path / name).read_bytes().startswith(start)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.usefixtures("standard_promotion")
-def test_modules_are_told_by_their_paths(framework):
-    """One layer squares numbers beyond float16, and no other layer comes near."""
-    squares = lambda x: jnp.log1p(jnp.sum(x * x, -1, keepdims=True) * x)  # noqa: E731
-    loss, (model, x) = planted(framework, squares, "c=f16,o=f32")
-    model = jax.tree.map(lambda x: jnp.full(x.shape, 6.0, x.dtype), model)
-    found = jmpx.inspect.ranges(loss)(model, 40 * x)
-    over = {
-        each.scope: each.histogram.shares("float16").overflowing > 0 for each in found.activations
-    }
-    assert [scope for scope, is_over in over.items() if is_over] == [
-        scope for scope in over if scope.rpartition("/")[2] == "plant"
-    ]
-    assert found.shares("float16", kind="activations", scope="*/plant").overflowing > 0
+def test_a_picture_says_what_float16_loses(found, tmp_path):
+    import matplotlib
+
+    file = tmp_path / "energy.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
+        found.plot(str(file), scope="*/energy", scale=2**4)
+    drawn = file.read_text()
+    shares = found.shares("float16", kind="activations", scope="*/energy")
+    assert f"overflowing {100 * shares.overflowing:.1f} %" in drawn
+    assert "its gradient in */energy" in drawn and "at scale 2**4" in drawn
+
+
+@pytest.mark.thorough
+def test_matplotlib_is_imported_by_the_picture_alone():
+    code = (
+        "import sys, jax.numpy as jnp, jmpx\n"
+        "print(jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)))\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
+        "try: jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)).plot('a.png')\n"
+        "except ModuleNotFoundError as error: assert 'matplotlib' in str(error)\n"
+        "else: raise SystemExit('drawn')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

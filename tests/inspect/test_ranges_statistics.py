@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from hypothesis import example, given, settings, strategies as st
 
+import jmpx
+
+# One array is counted here, and reports are made of chosen counts: public names count programs.
 from jmpx._inspect.ranges import counting
-from jmpx._inspect.ranges.data import Histogram, merged
-from jmpx._inspect.ranges.formats import FORMATS, MANTISSA_BITS, as_format
+from jmpx._inspect.ranges.data import Histogram, Range, merged
+from jmpx._inspect.ranges.formats import FORMATS, MANTISSA_BITS, as_format, bin_of
+from jmpx._inspect.ranges.report import Ranges
 
 SIZE = 64
 # Float32's own edges, and those of each format with their neighbours, at scale 1.
@@ -147,15 +152,6 @@ def test_every_shape_is_measured(shape):
     assert histogram.exponents == ({1: int(np.prod(shape))} if np.prod(shape) else {})
 
 
-@pytest.mark.thorough
-def test_arrays_that_waited_are_counted_by_rows(rng):
-    arrays = [np.ldexp(rng.normal(size=n), n).astype(np.float32) for n in (1, 5, 9)]
-    arrays[1][:] = 0
-    found = counting._counts(arrays, np.asarray([1, 0, 1]), size=2, masks=())
-    found = [Histogram.of(counts) for counts in np.asarray(found)]
-    assert found == [measure(arrays[1]), measure(np.concatenate(arrays[::2]))]
-
-
 def test_counts_go_beyond_32_bits():
     total = np.zeros((2, 2), np.uint32)
     for _ in range(3):
@@ -170,26 +166,63 @@ def test_histograms_are_merged(rng):
     assert merged([]) == Histogram()
 
 
-@pytest.mark.parametrize("scale", [3, 0, -2, float("inf"), float("nan")])
-def test_a_scale_is_a_power_of_two(scale):
-    with pytest.raises(ValueError, match="power of two.*got.*give for example 2\\*\\*13"):
-        Histogram().shares("float16", scale)
-
-
-@pytest.mark.parametrize("scale", ["8", None, 1j])
-def test_a_scale_is_a_number(scale):
-    with pytest.raises(TypeError, match="must be real number"):
-        Histogram().shares("float16", scale)
-
-
-@pytest.mark.parametrize("dtype", ["float32", jnp.float32, "float15"])
-def test_only_four_formats_are_known(dtype):
-    with pytest.raises(
-        ValueError, match="Expected one of the formats float16, .*got |Unknown dtype"
-    ):
-        Histogram().shares(dtype)
-
-
-def test_formats_have_the_names_of_their_dtypes():
+def test_a_scale_is_a_power_of_two_and_only_four_formats_are_known():
+    for scale in (3, 0, -2, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="power of two"):
+            Histogram().shares("float16", scale)
+    for scale in ("8", None, 1j):
+        with pytest.raises(TypeError, match="must be real number"):
+            Histogram().shares("float16", scale)
+    for dtype in ("float32", jnp.float32, "float15"):
+        with pytest.raises(ValueError, match="Expected one of the formats float16|Unknown dtype"):
+            Histogram().shares(dtype)
     assert as_format("f16") is as_format(jnp.float16) is as_format(np.dtype("float16"))
     assert as_format("float8_e4m3fn") is as_format(jnp.float8_e4m3fn)
+
+
+# Programs and reports
+
+
+@pytest.mark.parametrize("few", [150, pytest.param(0, marks=pytest.mark.thorough)])
+def test_activations_and_gradients_are_counted_by_hand(rng, few, monkeypatch):
+    """Programs run both ways: compiled as a whole, and one operation after the other."""
+    monkeypatch.setattr(counting, "_FEW", few)
+    x, w = normal(rng, 5, 4), normal(rng, 4, 3)
+
+    def loss_fn(w, x):
+        with jax.named_scope("layer"):
+            h = jnp.sin(x @ w)
+        return jnp.sum(h * np.float32(2**-9))
+
+    found = jmpx.inspect.ranges(loss_fn)(w, x)
+    z = x @ w
+    cotangent = np.full((5, 3), 2.0**-9, np.float32) * jnp.cos(z)
+    layer, outside = ({each.scope: each for each in found.activations}[s] for s in ("layer", ""))
+    # The product, its sine, and the cosine that the backward pass reads.
+    assert layer.histogram == merged(map(measure, (z, jnp.sin(z), jnp.cos(z))))
+    # The loss is a single number, which does not count.
+    assert outside.histogram == measure(jnp.sin(z) * np.float32(2**-9))
+    (gradients,) = (each.histogram for each in found.gradients if each.scope == "layer")
+    both = merged(map(measure, (cotangent, x.T @ cotangent)))
+    assert max(gradients.exponents) == max(both.exponents)
+    assert found.histogram("gradients").size == sum(a.size for a in (cotangent, cotangent, w))
+    assert found.title == "loss_fn and its gradient"
+
+
+def many_scopes(number, name):
+    histogram = Histogram(((bin_of(-149 << 23), 2), (bin_of(-20 << 23), 3)))
+    ranges = tuple(Range(f"{name}_{i}", histogram) for i in range(number))
+    return Ranges("step", ranges, ranges[: number // 2])
+
+
+def test_the_table_has_a_line_for_each_scope_of_which_the_worst_are_shown():
+    deep = many_scopes(3, "language_model/transformer/layers_with_long_names/attention/projection")
+    lines = str(deep).splitlines()
+    (head,) = [line for line in lines if line.endswith("scope")]
+    assert len(head) <= 80
+    assert sum("2**-149 .. 2**-20" in line for line in lines) == 3
+    large = Range("large", Histogram(((bin_of(20 << 23), 1),)))
+    few = many_scopes(40, "scope")
+    text = str(Ranges("step", (*few.activations, large), few.gradients))
+    assert "  large\n" in text and "... and 17 more scopes, which to_dict() holds" in text
+    assert sum("  scope_" in line for line in text.splitlines()) == 23
