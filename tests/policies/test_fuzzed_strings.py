@@ -168,7 +168,7 @@ def check_sentence(message: str, spec: Any) -> None:
 
 @pytest.mark.hypothesis  # CI runs it with new draws, as a property
 @settings(
-    max_examples=600,
+    max_examples=300,
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,

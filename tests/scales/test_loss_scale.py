@@ -96,7 +96,7 @@ def test_powers_of_two_are_exact_to_the_extremes(kind, rng):
         np.testing.assert_array_equal(transform(loss_scale.unscale)(scaled), expected)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(
     st.floats(2.0**-126, 2.0**126, width=32),
     st.floats(-1, 1, width=32, allow_subnormal=False),
@@ -183,19 +183,20 @@ def test_a_static_scale_of_0_holds_a_place_and_cannot_scale():
 
 
 @pytest.mark.parametrize(
-    ("run", "loss_scale"),
-    [(lambda f: f, jmpx.StaticLossScale(1 / 3)), (jax.jit, low_dynamic(1000.1))],
+    "loss_scale",
+    [jmpx.StaticLossScale(1 / 3), low_dynamic(1000.1)],
+    ids=["Static", "Dynamic"],
 )
-def test_float64_gradients_keep_their_digits(run, loss_scale, rng):
+def test_float64_gradients_keep_their_digits(loss_scale, rng):
     exact = float(np.float32(loss_scale.loss_scale))
     with enable_x64():
         x = rng.normal(size=64)
-        unscaled = run(lambda s, x: s.unscale(x))(loss_scale, jnp.asarray(x))
+        unscaled = jax.jit(lambda s, x: s.unscale(x))(loss_scale, jnp.asarray(x))
         assert unscaled.dtype == jnp.float64
         np.testing.assert_allclose(unscaled, x / exact, rtol=2.0**-52)
         grad_fn = jmpx.filter_grad(lambda w: (w * x).sum(), loss_scale, policy="f64")
-        np.testing.assert_allclose(run(grad_fn)(jnp.asarray(x))[2], x, rtol=2.0**-51)
-        both = run(lambda s, z: s.unscale(s.scale(z)))(loss_scale, jnp.asarray(x + 1j * x))
+        np.testing.assert_allclose(jax.jit(grad_fn)(jnp.asarray(x))[2], x, rtol=2.0**-51)
+        both = jax.jit(lambda s, z: s.unscale(s.scale(z)))(loss_scale, jnp.asarray(x + 1j * x))
         np.testing.assert_allclose(both, x + 1j * x, rtol=2.0**-51)
 
 
@@ -223,19 +224,12 @@ class OfOnesOwn(jmpx.DynamicLossScale):
         return super().unscale(tree)
 
 
-AT_LEAST_1 = {
-    "none": True,
-    "static=1": True,
-    "static=0.5": False,
-    "dynamic": True,
-    "dynamic,min=1": True,
-    "dynamic,init=2,min=0.5": False,
-}
-
-
 def test_which_scales_never_fall_below_1():
-    found = {text: is_at_least_1(jmpx.get_loss_scale(text)) for text in AT_LEAST_1}
-    assert found == AT_LEAST_1 and not is_at_least_1(OfOnesOwn())
+    for text in ("none", "static=1", "dynamic", "dynamic,min=1"):
+        assert is_at_least_1(jmpx.get_loss_scale(text))
+    for text in ("static=0.5", "dynamic,init=2,min=0.5"):
+        assert not is_at_least_1(jmpx.get_loss_scale(text))
+    assert not is_at_least_1(OfOnesOwn())
 
 
 def count_step(layers, by_hand):
@@ -271,7 +265,7 @@ def count_step(layers, by_hand):
 
 
 def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
-    ours, by_hand = count_step(8, by_hand=False), count_step(8, by_hand=True)
+    ours, by_hand = count_step(4, by_hand=False), count_step(4, by_hand=True)
     for name in ("entry_ops", "bytes_accessed", "instructions"):
         assert ours[name] <= 1.01 * by_hand[name], name
 

@@ -18,7 +18,6 @@ from flax import serialization
 from flax.training.train_state import TrainState
 from helpers import assert_same_bits, run_python
 from helpers.training import LARGEST_SCALE, value
-from hypothesis import given, settings, strategies as st
 
 import jmpx
 
@@ -94,7 +93,6 @@ def replicated(tree):
 SCALES = {
     "none": jmpx.NoOpLossScale(),
     "static": jmpx.StaticLossScale(8),
-    "dynamic": Dynamic(2.0**12, 5, period=9),
     "configured": Dynamic(0.5, 1, 3, 4, 0.125, 64.0, 0.5, 2),
     "on a device": Dynamic(jnp.float32(2.0**12), jnp.int32(5), hysteresis=3).adjust(False),
 }
@@ -111,6 +109,7 @@ TRIPS = {
     "tree.map": lambda s: jax.tree.map(lambda x: x * 1, s),
     "device_put": lambda s: jax.device_put(s, jax.devices()[1]),
     "replace": dataclasses.replace,
+    "cond": lambda s: jax.lax.cond(jnp.array(True), lambda s: s, lambda s: s.adjust(True), s),
     "partition": lambda s: eqx.combine(*eqx.partition(s, eqx.is_array)),
     "optax": lambda s: optax.tree_utils.tree_get({"scale": s}, "scale"),
     "sharded": lambda s: jax.jit(lambda s: s, out_shardings=replicated(s))(s),
@@ -127,20 +126,6 @@ def test_round_trips_keep_everything(trip):
         assert repr(there.adjust(False)) == repr(loss_scale.adjust(False))
 
 
-def test_numpys_numbers_are_carries_and_branches():
-    numbers = Dynamic(8.0, period=2)
-    types = jax.tree.map(jax.typeof, numbers)
-    for run in (
-        lambda s: jax.lax.scan(lambda s, f: (s.adjust(f), None), s, jnp.ones(3, bool))[0],
-        lambda s: jax.lax.fori_loop(0, 3, lambda _, s: s.adjust(True), s),
-        lambda s: jax.lax.cond(jnp.array(True), lambda s: s.adjust(True), lambda s: s, s),
-    ):
-        there = jax.eval_shape(lambda run=run: run(numbers))  # closed over, as NumPy's
-        assert jax.tree.map(lambda x: (x.dtype, x.shape), there) == jax.tree.map(
-            lambda x: (x.dtype, x.shape), types
-        )
-
-
 # Mappings
 
 
@@ -150,17 +135,6 @@ def test_a_mapping_is_plain_numbers(name):
     assert all(type(each) in (str, int, float) for each in saved.values())
     assert json.loads(json.dumps(saved)) == msgpack.unpackb(msgpack.packb(saved)) == saved
     assert jmpx.get_loss_scale(saved) == SCALES[name]
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.floats(2.0**-126, 2.0**126, width=32),
-    st.integers(-(2**31 - 1), 2**31 - 1),
-    st.integers(1, 2**31 - 1),
-)
-def test_every_mapping_comes_back_to_the_bit(scale, counter, hysteresis):
-    saved = Dynamic(scale, counter, min_loss_scale=0, hysteresis=hysteresis)
-    assert_same_bits(jmpx.get_loss_scale(json.loads(json.dumps(saved.to_dict()))), saved)
 
 
 def test_a_resumed_run_takes_the_steps_of_the_unbroken_one(rng):
