@@ -79,10 +79,8 @@ def of_batch(**options):
 SGD = optax.sgd(0.1, momentum=0.5)
 FUNCTIONS = {
     "whole": {
-        "cast_tree": lambda p, x, y: jmpx.cast_tree(p, "bf16"),
         "force_full_precision": lambda p, x, y: jmpx.force_full_precision(lambda x: x + 1)(x),
         "select_tree": lambda p, x, y: jmpx.select_tree(jmpx.all_finite((p, x)), p, p),
-        "scale": lambda p, x, y: jmpx.DynamicLossScale(8.0).unscale(jmpx.cast_tree(p, "f16")),
         "gradients, 16 bits": gradients("c=bf16"),
         "microbatches that cannot be split": of_batch(microbatches=12),
         "sharding": of_batch(sharding=P("data")),
@@ -109,7 +107,6 @@ FUNCTIONS = {
         "autocast, save": lambda p, x, y: jax.grad(jmpx.autocast(loss_fn, save="products"))(
             p, x, y
         ),
-        "full_precision": lambda p, x, y: jmpx.autocast(jmpx.full_precision(lambda x: x + 1))(x),
     },
 }
 ROUNDED = ("gradients, 16 bits", "autocast", "autocast, save")

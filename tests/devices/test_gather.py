@@ -330,22 +330,11 @@ class Net(nnx.Module):
         self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         self.mean = nnx.BatchStat(jnp.full(8, ROUNDED))
 
-    def __call__(self, x):
-        y = self.linear(x)
-        self.mean[...] += y.mean(0)
-        return y
-
-
-def split_params(model):
-    """A graph, this model's parameters in parts along a new first axis, and its other state."""
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-    parts = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), params)
-    return graph, parts, others
-
 
 @pytest.mark.parametrize("of", ["the module", "its state"])
 def test_an_nnx_module(of):
-    graph, parts, others = split_params(Net())
+    graph, params, others = nnx.split(Net(), nnx.Param, ...)
+    parts = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), params)
 
     def run(parts):
         model = nnx.merge(graph, parts, others)
@@ -359,26 +348,6 @@ def test_an_nnx_module(of):
     kernel, mean = over_vmap(run, parts)
     assert kernel.shape == (DEVICES, 8, 8) and kernel.dtype == jnp.bfloat16
     assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
-
-
-@pytest.mark.thorough
-@pytest.mark.versions
-def test_statistics_of_an_nnx_module_are_updated(rng):
-    graph, parts, others = split_params(Net())
-    x = normal(rng, 4, 8)
-
-    def run(parts):
-        model = nnx.merge(graph, parts, jax.tree.map(jnp.copy, others))  # of this trace
-        loss = lambda model, x: jnp.mean(gather(model, "full")(x) ** 2)  # noqa: E731
-        options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=True)}
-        grads = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(model, x).grads
-        return model.mean[...], grads["linear"]["kernel"][...]
-
-    mean, grads = over_vmap(run, parts)
-    model = Net()
-    expected = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)["linear"]["kernel"][...]
-    np.testing.assert_allclose(mean, np.tile(model.mean[...], (DEVICES, 1)), rtol=1e-5)
-    np.testing.assert_allclose(grads.reshape(8, 8), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_cast_is_the_one_of_the_policy(rng):

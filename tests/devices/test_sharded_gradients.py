@@ -270,6 +270,13 @@ USES = {
     "picked by rows": Use(
         lambda w, x: square(gather(w[place() + jnp.arange(2)]), x), False, (False,)
     ),
+    "a mean of losses of shards": Use(
+        lambda w, x: jax.lax.pmean(square(gather(w), x), AXIS), True, (True,)
+    ),
+    "a sum of losses of shards": Use(
+        lambda w, x: jax.lax.psum(square(gather_with_float32_sum(w), x), AXIS) / DEVICES,
+        *(True, (True,)),
+    ),
     "a mean of losses": Use(lambda w, x: jax.lax.pmean(square(w, x), AXIS), False, (False,)),
     "a sum of losses": Use(
         lambda w, x: jax.lax.psum(square(w, x), AXIS) / DEVICES, False, (False,)
@@ -307,8 +314,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["shard_map", "vmap", *(pytest.param(m, marks=pytest.mark.thorough) for m in MAPS[1::2])],
+    "how", ["shard_map", "vmap", *(pytest.param(m, marks=pytest.mark.thorough) for m in MAPS[1::2])]
 )
 def test_masks_that_are_right(how, rng):
     """All uses in one program: each weight has the gradient of the mean loss."""

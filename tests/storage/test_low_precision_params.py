@@ -94,66 +94,7 @@ def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
     assert_same_bits(state.inner_state, inner_state)
 
 
-def test_so_it_is_in_a_compiled_scan_with_donated_buffers(rng):
-    # The learning rate is a power of two: a product with it is exact, fused with the sum or not.
-    inner, masters = optax.sgd(2.0**-5), make_params(rng)
-    optimizer = jmpx.skip_nonfinite(low_precision_params(inner, "split"))
-
-    def step(carry, _):
-        params, state = carry
-        return jmpx.optimizer_update(params, optimizer, state, grad_of(params), True), None
-
-    def master_step(masters, _):
-        updates, _ = inner.update(grad_of(split_master(masters)[0]), inner.init(masters))
-        return optax.apply_updates(masters, updates), None
-
-    scan = lambda step: lambda carry: jax.lax.scan(step, carry, length=20)[0]  # noqa: E731
-    expected = jax.jit(scan(master_step))(masters)
-    carry = split_master(masters)[0], optimizer.init(masters)
-    params, state = jax.jit(scan(step), donate_argnums=0)(carry)
-    assert_same_bits(merge_master(params, state.inner_state.low), expected)
-    assert int(state.total_skipped) == 0
-
-
-def test_small_steps_arrive_that_bfloat16_loses():
-    masters = {"w": jnp.ones(2)}
-    optimizer = low_precision_params(optax.sgd(2.0**-10), "split")
-
-    def step(carry, _):
-        updates, state = optimizer.update({"w": jnp.full(2, -1.0)}, carry[1], carry[0])
-        return (apply_updates(carry[0], updates), state), None
-
-    carry = split_master(masters)[0], optimizer.init(masters)
-    params, state = jax.jit(lambda carry: jax.lax.scan(step, carry, length=1000)[0])(carry)
-    assert (merge_master(params, state.low)["w"] == 1 + 1000 * 2.0**-10).all()
-
-
 # Stochastic rounding
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -10), (F16, -13)])
-def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, exponent):
-    steps, count = 1000, 4096
-    optimizer = low_precision_params(optax.sgd(2.0**exponent), "stochastic")
-    grads = jnp.full(count, -1.0)
-
-    @jax.jit
-    def run(params):
-        def step(carry, _):
-            return jmpx.optimizer_update(carry[0], optimizer, carry[1], grads, True), None
-
-        carry = params, optimizer.init(params.astype(jnp.float32))
-        return jax.lax.scan(step, carry, length=steps)[0]
-
-    params, state = run(jnp.ones(count, dtype))
-    values, exact = np.asarray(params, np.float64), 1 + steps * 2.0**exponent
-    assert params.dtype == dtype and int(state.count) == steps
-    assert abs(values.mean() - exact) < 4 * values.std() / np.sqrt(count)
-    assert 0 < values.std() < 0.1
-    plain = optax.sgd(2.0**exponent)
-    one = jnp.ones(1, dtype)
-    assert (jmpx.optimizer_update(one, plain, plain.init(one), grads[:1], True)[0] == 1).all()
 
 
 def test_a_seed_repeats_and_each_step_and_leaf_draw_anew():
