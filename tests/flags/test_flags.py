@@ -185,50 +185,67 @@ def test_defaults_aliases_and_validators_see_the_parsed_value(define):
 # Single flags
 
 
-def test_define_policy():
-    values = flags.FlagValues()
-    given = jmpx.get_policy("c=bf16,o=f32")
-    define_policy = jmpx.flags.DEFINE_policy
-    policy = define_policy("p", given, "A policy.", flag_values=values)
-    needed = define_policy("r", None, "Needed.", flag_values=values, required=True)
-    bare = define_policy("b", np.dtype("bfloat16"), "Bare.", flag_values=values)
-    none = define_policy("n", None, "None.", flag_values=values)
+DEFINES = {
+    "policy": (jmpx.flags.DEFINE_policy, jmpx.get_policy, "c=bf16,o=f32", "bf16-mixed"),
+    "policy map": (
+        jmpx.flags.DEFINE_policy_map,
+        jmpx.get_policy_map,
+        "c=bf16; BatchNorm: full",
+        "a policy map such as",
+    ),
+    "loss scale": (
+        jmpx.flags.DEFINE_loss_scale,
+        jmpx.get_loss_scale,
+        "dynamic,period=3",
+        "a loss scale such as",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DEFINES)
+def test_a_single_flag(kind):
+    define_it, read, text, help = DEFINES[kind]
+    values, other = flags.FlagValues(), "none" if kind == "loss scale" else "f16"
+    holder = define_it("p", read(text), "A flag.", values)
+    needed = define_it("r", None, "Needed.", values, required=True)
+    maybe = define_it("m", None, "Maybe.", values, module_name="there", short_name="n")
+    written = define_it("w", text, "Written.", values)
     with pytest.raises(flags.IllegalFlagValueError, match="r"):
         values(["program"])
-    values(["program", "--r=f16;"])
-    assert policy.value is policy.default is given and needed.value == jmpx.get_policy("f16")
-    assert bare.value == jmpx.get_policy("bf16") and none.value is None
-    text = values.get_help()
-    assert "A policy." in text and "bf16-mixed" in text
-    assert "default: 'params=float32,compute=bfloat16,output=float32'" in " ".join(text.split())
-    assert "--n" not in values.flags_into_string()  # None is written in no way that reads back
-    values.p = "c=f16"
+    values(["program", f"--r={other};"])
+    assert holder.value == holder.default == written.value == read(text)
+    assert needed.value == read(other) and maybe.value is None
+    assert "--m" not in values.flags_into_string()  # None is written in no way that reads back
+    values(["program", "--r=" + other, f"-n={text}"])
+    assert maybe.value == read(text) and f"--m={read(text)}\n" in values.flags_into_string()
+    assert "m" in [flag.name for flag in values.flags_by_module_dict()["there"]]
+    assert values.find_module_defining_flag("p") == __name__
+    shown = " ".join(values.get_help().split())
+    assert "A flag." in shown and help in shown and f"default: '{read(text)}'" in shown
+    values.p = other
+    assert holder.value == read(other)
+    values.m = None  # none was asked for
+    assert maybe.value is None
+    for bad in ("f17", 8, *(["auto"] if kind == "loss scale" else [])):
+        with pytest.raises(flags.IllegalFlagValueError):
+            define_it("q", bad, "Bad.", values)
+        with pytest.raises(flags.IllegalFlagValueError):
+            values.p = bad
+    assert holder.value == read(other) and "q" not in values
+
+
+def test_a_flag_of_a_policy_takes_no_rules():
+    values = flags.FlagValues()
+    policy = jmpx.flags.DEFINE_policy("p", np.dtype("bfloat16"), "A policy.", values)
+    values(["program"])
     for given in ("c=f16; Linear: full", jmpx.get_policy_map("c=f16; Linear: full")):
         with pytest.raises(flags.IllegalFlagValueError, match="a policy has no rules"):
             values.p = given
     with pytest.raises(flags.IllegalFlagValueError, match="--p=c=f16; Linear: full: Unexpected"):
-        values(["program", "--p=c=f16; Linear: full", "--r=f16"])
-    for bad in ("f16; Linear: full", "f17"):
-        with pytest.raises(flags.IllegalFlagValueError):
-            define_policy("q", bad, "Bad.", flag_values=values)
-    assert policy.value == HALF and "q" not in values
-
-
-def test_define_policy_map():
-    values = flags.FlagValues()
-    given = jmpx.get_policy_map("c=bf16; BatchNorm: full")
-    holder = jmpx.flags.DEFINE_policy_map("m", given, "A map.", flag_values=values)
-    maybe = jmpx.flags.DEFINE_policy_map(
-        "maybe", None, "Maybe.", flag_values=values, module_name="there", short_name="n"
-    )
-    values(["program", "-n=c=f16; Linear: full;"])
-    assert holder.value is given and maybe.value == jmpx.get_policy_map("c=f16; Linear: full")
-    assert "maybe" in [flag.name for flag in values.flags_by_module_dict()["there"]]
-    values.m = HALF
-    assert holder.value == jmpx.PolicyMap(HALF)
-    values.maybe = None  # none was asked for
-    assert maybe.value is None
-    assert "a policy map such as" in values.get_help()
+        values(["program", "--p=c=f16; Linear: full"])
+    with pytest.raises(flags.IllegalFlagValueError, match="a policy has no rules"):
+        jmpx.flags.DEFINE_policy("q", "f16; Linear: full", "Bad.", values)
+    assert policy.value == jmpx.get_policy("bf16") and "q" not in values
 
 
 def test_one_policy_of_a_flag_with_rules_is_refused(define):

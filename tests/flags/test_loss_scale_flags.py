@@ -180,33 +180,6 @@ def test_copies_help_and_aliases(define):
     assert values.mp_loss_scale == "static=4"
 
 
-# DEFINE_loss_scale
-
-
-def test_define_loss_scale():
-    values = flags.FlagValues()
-    define_it = jmpx.flags.DEFINE_loss_scale
-    holder = define_it("s", "static=8", "A scale.", flag_values=values)
-    maybe = define_it("m", None, "Maybe.", flag_values=values, short_name="n")
-    needed = define_it("r", None, "Needed.", flag_values=values, required=True)
-    whole = define_it("w", Dynamic(64), "Given.", flag_values=values)
-    with pytest.raises(flags.IllegalFlagValueError, match="r"):
-        values(["program"])
-    values(["program", "--r=none", "-n=dynamic,period=3"])
-    assert needed.value == NoOp() and maybe.value == Dynamic(period=3)
-    assert holder.value == Static(8) and whole.value == Dynamic(64)
-    text = values.flags_into_string()
-    assert "--s=static=8\n" in text and "--m=dynamic,init=32768,period=3\n" in text
-    assert values.find_module_defining_flag("s") == __name__
-    values.s = "none"
-    assert holder.value == NoOp()
-    with pytest.raises(flags.IllegalFlagValueError, match="Cannot decide 'auto'"):
-        values(["program", "--r=auto"])
-    for bad in ("auto", "dynamc", 8):
-        with pytest.raises(flags.IllegalFlagValueError):
-            define_it("q", bad, "Bad.", flag_values=values)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
 def test_mixed_precision(define):
     mp, _ = define("--mp_policy=c=f16; BatchNorm: full", "--mp_loss_scale=auto,period=500")
     mixed = mp.mixed_precision()

@@ -87,10 +87,6 @@ def test_products_inside_use_the_algorithm_forward_and_backward(matmul, form, wr
         assert found.count(WORDS[matmul]) >= 3 and found.count("DEFAULT") == 3
 
 
-def and_two_more(f):
-    return lambda x, w: f(x, w) @ x @ w
-
-
 @every_form
 def test_it_ends_with_the_scope(form, pair):
     def fail(x, w):
@@ -102,7 +98,8 @@ def test_it_ends_with_the_scope(form, pair):
         with pytest.raises(RuntimeError, match="on purpose"):
             form(fail, matmul)(*pair)
         assert default_precision() is None
-        found = [product.how for product in products_of(and_two_more(form(dot, matmul)), *pair)]
+        found = products_of(lambda x, w, m=matmul: form(dot, m)(x, w) @ x @ w, *pair)
+        found = [product.how for product in found]
         assert found[1:] == ["DEFAULT", "DEFAULT"] != found[:1]
 
 

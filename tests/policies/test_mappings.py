@@ -22,15 +22,11 @@ MAP = {
 MAP_STRING = "c=bf16,o=f32; LayerNorm: full; */router?: c=f32,m=highest"
 
 
-def read_yaml(mapping):
-    return yaml.safe_load(yaml.safe_dump(mapping))
-
-
 # The libraries that programs are configured with, each with what its users hand on.
 LIBRARIES = {
     "dict": dict,
     "json": lambda mapping: json.loads(json.dumps(mapping)),
-    "yaml": read_yaml,
+    "yaml": lambda mapping: yaml.safe_load(yaml.safe_dump(mapping)),
     "Mapping": types.MappingProxyType,
     "UserDict": collections.UserDict,
     "ConfigDict": ml_collections.ConfigDict,
@@ -74,27 +70,20 @@ def test_references_and_interpolations_are_followed():
 
 
 SPELLINGS = [
-    MAP,
     {"policy": "c=bf16,o=f32", "rules": ["LayerNorm: full;", MAP["rules"][1]]},
     {"policy": "c=bf16,o=f32", "rules": "LayerNorm: full; */router?: c=f32,m=highest"},
     {"policy": MAP_STRING},
     {"policy": jmpx.get_policy_map(MAP_STRING)},
     {"policy": jmpx.get_policy("bf16-mixed"), "rules": jmpx.get_policy_map(MAP_STRING).rules},
-    {
-        " Policy ": {"C": jnp.bfloat16, " OUTPUT": np.dtype("float32")},
-        "RULES": (
-            {"select": " LayerNorm ", "policy": "full"},
-            {"Select": "*/router ?", "policy": {"c": "f32", "m": "HIGHEST"}},
-        ),
-    },
-    {
-        "policy": {"p": "f32", "compute": "bf16", "o": "full"},
-        "rules": [
-            {"select": "LayerNorm", "policy": jnp.float32},
-            {"select": "*/router ?", "compute": "f32", "matmul": "highest"},
-        ],
-    },
-]
+    {" Policy ": {"C": jnp.bfloat16, " OUTPUT": np.dtype("float32")}, "RULES": (
+        {"select": " LayerNorm ", "policy": "full"},
+        {"Select": "*/router ?", "policy": {"c": "f32", "m": "HIGHEST"}},
+    )},
+    {"policy": {"p": "f32", "compute": "bf16", "o": "full"}, "rules": [
+        {"select": "LayerNorm", "policy": jnp.float32},
+        {"select": "*/router ?", "compute": "f32", "matmul": "highest"},
+    ]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mapping", SPELLINGS)
@@ -138,20 +127,11 @@ def test_what_yaml_makes_of_numbers():
     assert str(precision) == "; ".join(parts)
 
 
-def is_plain(value):
-    """Whether a value consists of what JSON has."""
-    if type(value) is dict:
-        return all(type(key) is str and is_plain(each) for key, each in value.items())
-    if type(value) is list:
-        return all(map(is_plain, value))
-    return type(value) in (str, int, float, bool)
-
-
 @given(policy_maps(), st.sampled_from(sorted(LIBRARIES)))
 @settings(deadline=None)
 def test_policy_maps_come_back_from_dicts(policy_map, library):
     plain = policy_map.to_dict()
-    assert is_plain(plain) and jmpx.get_policy_map(json.loads(json.dumps(plain))) == policy_map
+    assert json.loads(json.dumps(plain)) == plain
     assert jmpx.get_policy_map(LIBRARIES[library](plain)) == policy_map
     for rule in policy_map.rules:
         assert jmpx.get_policy_map({"rules": [rule.to_dict()]}).rules == (rule,)
@@ -161,17 +141,10 @@ def test_policy_maps_come_back_from_dicts(policy_map, library):
     assert jmpx.get_policy_map(default.to_dict()) == jmpx.PolicyMap(default)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "LayerNorm: full",
-        "LayerNorm?: full",
-        "'*/head/*': c=f32,o=f32",
-        "op.exp: f32",
-        "haiku.LayerNorm: {compute: f32, output: bf16}",
-        "LayerNorm: full;",
-    ],
-)
+RULES = ["LayerNorm: full;", "LayerNorm?: full", "'*/head/*': c=f32,o=f32", "op.exp: f32"]
+
+
+@pytest.mark.parametrize("rule", [*RULES, "haiku.LayerNorm: {compute: f32, output: bf16}"])
 def test_a_rule_of_yaml_needs_no_quotes(rule):
     """YAML reads `- LayerNorm: full` as a mapping of one key."""
     mixed = jmpx.get_mixed_precision(yaml.safe_load(f"policy: bf16\nrules:\n- {rule}\n"))
@@ -202,6 +175,6 @@ def test_long_values_are_shortened():
 
 
 def test_a_list_of_many_rules():
-    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(1000)]
+    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(300)]
     policy_map = jmpx.get_policy_map({"policy": "c=bf16", "rules": rules})
-    assert len(policy_map.rules) == 1000 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map
+    assert len(policy_map.rules) == 300 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map

@@ -9,19 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.policies import MATMULS
 from hypothesis import given, strategies as st
-from jax import lax
 
 import jmpx
 
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 HALF = jmpx.half_dtype()
 FLOAT8 = sorted(name for name in vars(jnp) if name.startswith("float8_"))
-MATMULS = [
-    *("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"),
-    *(name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT"),
-]
-
 GRAMMAR = [
     # JMP's own strings.
     ("float32", F32, F32, F32),
@@ -135,14 +130,6 @@ def test_a_policy_is_a_static_argument_of_jit():
     assert run(jmpx.get_policy("c=bf16"), x).dtype == BF16
     assert run(jmpx.Policy(np.float32, "bf16", np.dtype(BF16)), x).dtype == BF16
     assert len(traces) == 1
-
-
-def test_a_policy_is_a_default_of_a_dataclass():
-    @dataclasses.dataclass
-    class Config:
-        policy: jmpx.Policy = jmpx.get_policy("c=bf16")
-
-    assert Config().policy.compute_dtype is BF16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,29 +51,23 @@ def local_module():
 
 
 CLASSES = [Plain, Plain.Nested, local_class(), hk.Linear, Dense, local_module(), int]
-every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__qualname__)
 
 
-@every_class
-def test_set_policy_of_clear(cls):
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__qualname__)
+def test_set_clear_and_push_of_a_class(cls):
     assert jmpx.policy_of(cls) is None
     jmpx.set_policy(cls, "c=bf16,o=f32")
     assert jmpx.policy_of(cls) == MIXED
     jmpx.set_policy(cls, jmpx.get_policy("full"))
-    assert jmpx.policy_of(cls) == jmpx.get_policy("full")
-    jmpx.clear_policy(cls)
-    assert jmpx.policy_of(cls) is None
-    jmpx.clear_policy(cls)
-
-
-@every_class
-def test_push_policy_nests_and_restores_also_after_an_error(cls):
     with jmpx.push_policy(cls, "f16"):
         with pytest.raises(RuntimeError), jmpx.push_policy(cls, MIXED):
             assert jmpx.policy_of(cls) == MIXED
             raise RuntimeError
         assert jmpx.policy_of(cls) == jmpx.get_policy("f16")
-    assert jmpx.policy_of(cls) is None
+    assert jmpx.policy_of(cls) == jmpx.get_policy("full")
+    for _ in range(2):
+        jmpx.clear_policy(cls)
+        assert jmpx.policy_of(cls) is None
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -123,17 +117,16 @@ def test_push_policy_as_a_decorator():
 
 
 @pytest.mark.parametrize("make", [local_class, local_module])
-def test_local_classes_of_one_name_have_policies_of_their_own(make):
+def test_another_class_of_its_name_a_subclass_and_another_thread_have_no_policy(make):
     first, second = make(), make()
-    jmpx.set_policy(first, "f16")
-    assert jmpx.policy_of(second) is None
-    jmpx.clear_policy(first)
-
-
-@pytest.mark.parametrize("cls", [Plain, Dense])
-def test_a_subclass_does_not_inherit(cls):
-    with jmpx.push_policy(cls, "f16"):
-        assert jmpx.policy_of(type("Child", (cls,), {})) is None
+    seen = []
+    with jmpx.push_policy(first, "f16"):
+        assert jmpx.policy_of(second) is None
+        assert jmpx.policy_of(type("Child", (first,), {})) is None
+        thread = threading.Thread(target=lambda: seen.append(jmpx.policy_of(first)))
+        thread.start()
+        thread.join()
+    assert seen == [None]
 
 
 def test_a_policy_survives_the_reload_of_a_module(tmp_path, monkeypatch):
@@ -147,16 +140,6 @@ def test_a_policy_survives_the_reload_of_a_module(tmp_path, monkeypatch):
     assert jmpx.policy_of(module.Block) == jmpx.get_policy("f16")
     jmpx.clear_policy(module.Block)
     del sys.modules["reloaded"]
-
-
-@pytest.mark.parametrize("cls", [Plain, hk.Linear])
-def test_policies_are_per_thread(cls):
-    seen = []
-    with jmpx.push_policy(cls, "f16"):
-        thread = threading.Thread(target=lambda: seen.append(jmpx.policy_of(cls)))
-        thread.start()
-        thread.join()
-    assert seen == [None]
 
 
 def test_haikus_registry_and_ours_are_one():

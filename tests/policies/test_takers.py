@@ -27,12 +27,25 @@ every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 
 @functools.cache
 def mlp(framework):
-    return zoo.build(framework, zoo.mlp, X)
+    """Returns a model, what makes it of arrays, and their shapes: no parameter is drawn."""
+    made = []
+
+    def make():
+        net = zoo.build(framework, zoo.mlp, X)
+        graph, arrays = nnx.split(net.model) if framework == "nnx" else (None, net.model)
+        made.extend([net, lambda model: model if graph is None else nnx.merge(graph, model)])
+        return arrays
+
+    return jax.eval_shape(make), *made
 
 
 def run(framework, policy):
-    net = mlp(framework)
-    return jax.eval_shape(lambda x: net.under(policy)(net.model, x), X)
+    arrays, net, whole = mlp(framework)
+    return jax.eval_shape(lambda arrays, x: net.under(policy)(whole(arrays), x), arrays, X)
+
+
+def words(framework, text):
+    return mlp(framework)[1].words(text.replace("<head>", "<net/>head"))
 
 
 def warnings_of(function, *args):
@@ -172,9 +185,7 @@ COMPUTES = {
     "haiku, its own registry": lambda n: with_haikus_own(f"c={n},o=f32"),
     "equinox, class": lambda n: with_class_policy(f"c={n}"),
     **{
-        f"{name}, {text}": lambda n, name=name, text=text: run(
-            name, mlp(name).words(text.format(n))
-        )
+        f"{name}, {text}": lambda n, name=name, text=text: run(name, words(name, text.format(n)))
         for name in zoo.FRAMEWORKS
         for text in ("c={},o=f32", "c=bf16; <Linear>: {}", "c=bf16; *: c={}")
     },
@@ -232,18 +243,16 @@ UNUSED = {
 
 @every_framework
 def test_rules_that_match_nothing_are_warned_of_each_time(framework):
-    def words(text):
-        return mlp(framework).words(text.replace("<head>", "<net/>head"))
-
     # Of two rules for a module the first matches, too, though the last one wins.
-    text = words(f"c=bf16; <Linear>: full; object: o=bf16{OPTIONAL}; ")
-    text += words("; ".join(f"{selector}: full" for selector in UNUSED))
-    policy_map = jmpx.get_policy_map(text)
+    rules = "; ".join(f"{selector}: full" for selector in UNUSED)
+    text = f"c=bf16; <Linear>: full; object: o=bf16{OPTIONAL}; {rules}"
+    policy_map = jmpx.get_policy_map(words(framework, text))
     before = pickle.dumps(policy_map), vars(policy_map).copy()
     expected = [
-        words(f"The rule '{selector}: compute=float32' of policy map {str(policy_map)!r}{end}")
+        f"The rule '{selector}: compute=float32' of policy map {str(policy_map)!r}{end}"
         for selector, end in UNUSED.items()
     ]
+    expected = [words(framework, each) for each in expected]
     for given in (policy_map, policy_map.to_dict()):  # a used map is what it was, and warns again
         assert warnings_of(run, framework, given) == expected
         assert (pickle.dumps(policy_map), vars(policy_map)) == before
@@ -251,7 +260,7 @@ def test_rules_that_match_nothing_are_warned_of_each_time(framework):
 
 @every_framework
 def test_optional_rules_hold(framework):
-    text = mlp(framework).words(f"c=bf16; <Linear>?: c=f32,o=f32{OPTIONAL}")
+    text = words(framework, f"c=bf16; <Linear>?: c=f32,o=f32{OPTIONAL}")
     assert run(framework, f"c=bf16{OPTIONAL}").dtype == jnp.bfloat16
     assert run(framework, f"{text}; *?: o=f16;").dtype == jnp.float16
     assert warnings_of(run, framework, f"{text}; */head: full") == []
