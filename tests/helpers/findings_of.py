@@ -19,7 +19,9 @@ def found(fn, *args, names=None, platform=None) -> list[Any]:
 
 
 def line_of(fn, mark="<-"):
-    """The line of a function that ends with a comment, which has to be there once."""
+    """The line of a function that ends with a comment, which it has once; a lambda's own line."""
+    if fn.__name__ == "<lambda>":
+        return fn.__code__.co_firstlineno
     lines, start = inspect.getsourcelines(inspect.unwrap(fn))
     (line,) = [i for i, text in enumerate(lines, start) if text.rstrip().endswith(f"# {mark}")]
     return line

@@ -266,22 +266,6 @@ def plain(w, x, teacher):
     return kl(x @ w, teacher)  # <-
 
 
-def cast(w, x, teacher):
-    return kl((x @ w).astype(F32), teacher)  # <-
-
-
-def with_bias(w, x, teacher):
-    return kl(x @ w + jnp.ones(CLASSES, x.dtype), teacher)  # <-
-
-
-def scaled(w, x, teacher):
-    return kl(x @ w / 0.7, teacher)  # <-
-
-
-def capped(w, x, teacher):
-    return kl(30 * jnp.tanh(x @ w / 30), teacher)  # <-
-
-
 def masked(w, x, teacher):
     mask = jnp.arange(CLASSES) < CLASSES - 3
     return kl(jnp.where(mask, x @ w, jnp.finfo(x.dtype).min), teacher)  # <-
@@ -317,8 +301,13 @@ def of_images_and_texts(w, x, teacher):
     return kl(x @ texts.T, teacher[:, :ROWS])  # <-
 
 
-ROUNDED = [plain, cast, with_bias, scaled, capped, masked, in_16_bits, log_of_softmax]
-ROUNDED += [rounded_later, in_chunks, of_images_and_texts]
+ROUNDED = [
+    *(plain, masked, in_16_bits, log_of_softmax, rounded_later, in_chunks, of_images_and_texts),
+    lambda w, x, teacher: kl((x @ w).astype(F32), teacher),
+    lambda w, x, teacher: kl(x @ w + jnp.ones(CLASSES, x.dtype), teacher),
+    lambda w, x, teacher: kl(x @ w / 0.7, teacher),
+    lambda w, x, teacher: kl(30 * jnp.tanh(x @ w / 30), teacher),
+]
 
 
 def about_logits(losses, dtype):
