@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.policies import mixed_precisions
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import jmpx
@@ -41,8 +40,8 @@ SEEDS = (
     "dynamic=1e4,counter=-3",
     "static=1_024",
     "auto, min=0.25, init=0.5",
-    "c=f16,o=f32; LayerNorm: full | dynamic, init=2**10",
-    "c=bf16 | none",
+    "c=f16,o=f32; LayerNorm: full | dynamic, init=2**10, hysteresis=2",
+    "c=bf16,m=high; X?: p=f16; */a: product=f32 | static=8",
 )
 WORDS = (
     *("p", "param", "params", "c", "compute", "o", "output", "m", "matmul", "r", "reduce"),
@@ -90,7 +89,8 @@ specs = texts | st.recursive(
 @st.composite
 def nearly_mixed_precisions(draw):
     """The mappings of mixed precisions, up to two places of which have any value instead."""
-    mapping = draw(mixed_precisions()).to_dict()
+    text = draw(st.sampled_from([seed for seed in SEEDS if " | " in seed]))
+    mapping = jmpx.get_mixed_precision(text).to_dict()
     for _ in range(draw(st.integers(0, 2))):
         node, key = mapping, draw(st.sampled_from(list(mapping)))
         while isinstance(node[key], dict | list) and node[key] and draw(st.booleans()):
