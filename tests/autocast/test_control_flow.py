@@ -74,7 +74,6 @@ CONTROL = {
     "scan in reverse": lambda x, w: lax.scan(
         lambda c, x: (c @ x, c), x, jnp.stack([w, x, w]), reverse=True, unroll=2
     ),
-    "map in batches": lambda x, w: lax.map(lambda x: x @ w, jnp.stack([x, w, x]), batch_size=2),
     "associative_scan": associative,
 }
 LOOPS = {
@@ -106,7 +105,7 @@ def test_products_in_control_flow_run_in_16_bits(pair, name):
     assert_ran(jmpx.autocast(f), *pair, dot_general="bfloat16")
 
 
-VALUES = rows(CONTROL | LOOPS, "switch", "scan of many dtypes", "while in vmap", "scan in reverse")
+VALUES = rows(CONTROL | LOOPS, "switch", "scan of many dtypes", "scan in reverse")
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -196,8 +195,6 @@ TRANSFORMS = {
     "hessian": jax.hessian,
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](w, x),
     "jit of grad of jit": lambda f: jax.jit(both(jax.jit(f))),
-    "grad of named_call": lambda f: both(jax.named_call(f, name="model")),
-    "vmap of grad of checkpoint": lambda f: jax.vmap(both(jax.checkpoint(f)), (0, None)),
     "closure_convert": lambda f: (
         lambda x, w: (lambda g, consts: g(x, *consts))(*jax.closure_convert(lambda x: f(x, w), x))  # pyright: ignore[reportArgumentType, reportCallIssue]
     ),
@@ -250,17 +247,17 @@ def test_inspection_without_running(positive):
     assert_near(lowered.compile()(*positive), loss_fn(*positive))
 
 
-@pytest.mark.parametrize("side", ["inside", "outside"])
-def test_checkify(pair, side):
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_checkify(pair, is_inside):
     def f(x, w):
         h = x @ w
         checkify.check(jnp.all(h < 0), "too large: {m}", m=h.max() * 0)
         return jnp.log(h - 9)
 
-    def checked(f, errors=checkify.user_checks | checkify.float_checks):
-        return checkify.checkify(f, errors=errors)
-
-    cast = checked(jmpx.autocast(f)) if side == "outside" else jmpx.autocast(checked(f))
+    checked = functools.partial(
+        checkify.checkify, errors=checkify.user_checks | checkify.float_checks
+    )
+    cast = checked(jmpx.autocast(f)) if is_inside else jmpx.autocast(checked(f))
     error, _ = jax.jit(cast)(*pair)
     assert "too large: 0.0" in error.get()
     fine, _ = jax.jit(cast)(-jnp.abs(pair[0]) - 1, jnp.abs(pair[1]) + 1)
@@ -315,7 +312,7 @@ def test_linear_algebra_runs_in_float32(pair, name):
     assert all(dtypes <= {"float32", "complex64"} for dtypes in in_float32)
 
 
-@pytest.mark.parametrize("name", rows(LINALG, "custom_root", "custom_linear_solve", "slogdet"))
+@pytest.mark.parametrize("name", rows(LINALG, "custom_root", "custom_linear_solve"))
 def test_linear_algebra_and_its_gradients(pair, name):
     def f(x, w):
         y = LINALG[name](x @ w)

@@ -146,7 +146,7 @@ def runs_of(fn, *args):
     return results, len(runs)
 
 
-@pytest.mark.parametrize("name", rows(CASES, "of integers and a key", "in a scan", "nested"))
+@pytest.mark.parametrize("name", rows(CASES, "of integers and a key", "nested"))
 def test_the_forward_pass_runs_once(rng, name):
     fn, times = CASES[name]
     args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
@@ -159,8 +159,15 @@ def test_the_forward_pass_runs_once(rng, name):
 
 def test_gradients_have_the_same_bits(rng):
     args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
-    plain, saved = (grads_of(with_backward(in_pallas), save) for save in (None, "products"))
+    plain, saved = (grads_of(counted, save) for save in (None, "products"))
     assert_same_bits(saved(*args), plain(*args))
+
+
+def test_a_kernel_of_pallas_is_in_the_program_once(rng):
+    args = normal(rng, 4, 4), normal(rng, 4, 4)
+    for save in (None, "products"):
+        found = equations(trace(grads_of(with_backward(in_pallas), save), *args))
+        assert [eqn.primitive.name for eqn in found].count("pallas_call") == 1
 
 
 def names(fn, *args):
@@ -255,23 +262,13 @@ def flash(q, k, v):
     return flash_attention(q, k, v, causal=True)
 
 
-def splash(q, k, v):
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-        splash_attention_mask as masks,
-    )
-
-    mask = masks.MultiHeadMask([masks.CausalMask((512, 512))] * 2)
-    return jax.vmap(kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1))(q, k, v)
-
-
-def kernels_of(attention, save):
+def kernels_of(save):
     """Returns how many kernels a layer's gradient has, lowered for a TPU."""
     x, w = jax.ShapeDtypeStruct((1, 512, 256), F32), jax.ShapeDtypeStruct((256, 768), F32)
 
     def layer(w, x):
         q, k, v = (heads(a).astype(jnp.bfloat16) for a in jnp.split(x @ w, 3, axis=-1))
-        out = attention(q, k, v).astype(F32)
+        out = flash(q, k, v).astype(F32)
         return jnp.transpose(out, (0, 2, 1, 3)).reshape(x.shape) @ w
 
     cast = jmpx.autocast(layer, save=save)
@@ -283,9 +280,8 @@ def kernels_of(attention, save):
 @pytest.mark.thorough
 @pytest.mark.versions
 @pytest.mark.usefixtures("standard_promotion")  # the kernels mix dtypes
-@pytest.mark.parametrize("attention", [flash, splash])
-def test_flash_attention_has_three_kernels_on_a_tpu(attention):
-    assert [kernels_of(attention, save) for save in (None, "products")] == [3, 3]
+def test_flash_attention_has_three_kernels_on_a_tpu():
+    assert [kernels_of(save) for save in (None, "products")] == [3, 3]
 
 
 # Residuals, and how exact gradients are.
@@ -303,7 +299,8 @@ def transformer():
 def test_residuals(transformer):
     """Holds the benchmark's figures, which do not depend on the machine, to the project's bars."""
     params, ways = transformer
-    kept = {way: benchmark.residual_bytes(loss_fn, params) for way, loss_fn in ways.items()}
+    names = "float32", "autocast", SAVED
+    kept = {way: benchmark.residual_bytes(ways[way], params) for way in names}
     ratios = {way: bytes_ / kept["float32"] for way, bytes_ in kept.items()}
     assert ratios["autocast"] < 0.66
     assert ratios[SAVED] < 0.16
@@ -312,7 +309,6 @@ def test_residuals(transformer):
     tokens, width = 8 * 128, 256
     blocks, head = 4 * tokens * (2 + 3 + 4) * width * 2, tokens * 64 * 4 + tokens * 4
     assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens
-    assert 0.85 < ratios["grampax"] < 0.9  # what it is worth to leave activations low
 
 
 def test_products_as_lowered_for_cuda(transformer):
@@ -333,29 +329,6 @@ def test_gradients_are_nearer_to_float32_than_those_of_a_bfloat16_model(rng):
     )
     assert np.linalg.norm(autocast - full) <= np.linalg.norm(half - full)
     assert np.linalg.norm(saving - full) <= 1.1 * np.linalg.norm(half - full)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("policy", LOW_DTYPES)
-def test_with_a_loss_scale(rng, policy):
-    model = benchmark.Transformer(1, 8, 2, 16, classes=4)
-    params, (x, labels) = model.init(rng), model.batch(rng, 2, 4)
-
-    def loss_fn(params, apply=model.apply):
-        return benchmark.cross_entropy(apply(params, x), labels)
-
-    cast = functools.partial(loss_fn, apply=jmpx.autocast(model.apply, policy))
-    scale = jmpx.DynamicLossScale(2**12) if policy == "c=f16" else jmpx.NoOpLossScale()
-    step = jmpx.filter_value_and_grad(cast, scale, policy="full")
-    loss, _, grads_finite, grads = jax.jit(step)(params)
-    value, expected = jax.jit(jax.value_and_grad(loss_fn))(params)
-    assert grads_finite
-    np.testing.assert_allclose(loss, value, rtol=1e-2)
-    got, wanted = (
-        np.concatenate([np.ravel(g) for g in jax.tree.leaves(t)]) for t in (grads, expected)
-    )
-    tolerance = 3e-3 if policy == "c=f16" else 3e-2
-    assert np.linalg.norm(got - wanted) < tolerance * np.linalg.norm(wanted)
 
 
 # Checkpoints.
@@ -398,15 +371,13 @@ def test_a_learned_scale_costs_no_memory(rng):
     w, x = normal(rng, 16, 16), normal(rng, 64, 16)
 
     def loss(params):
-        h = x
-        for scale in params["scales"]:
-            h = jnp.tanh(scale * (h @ params["w"]))
+        h = functools.reduce(lambda h, s: jnp.tanh(s * (h @ params["w"])), params["scales"], x)
         return (h**2).mean()
 
     params = {"w": w, "scales": [jnp.float32(0.5), jnp.float32(2.0)]}
-    kept = benchmark.residual_bytes(jmpx.autocast(loss, "c=f16"), params)
-    no_scale = benchmark.residual_bytes(
-        jmpx.autocast(lambda p: loss({"w": p["w"], "scales": [0.5, 2.0]}), "c=f16"), params
+    kept, no_scale = (
+        benchmark.residual_bytes(jmpx.autocast(f, "c=f16"), params)
+        for f in (loss, lambda params: loss({"w": params["w"], "scales": [0.5, 2.0]}))
     )
     # For each scale: the product to be scaled, in 16 bits, and the scale, broadcast, in 32 bits.
     assert kept <= no_scale + 2 * x.size * (2 + 4) + 16

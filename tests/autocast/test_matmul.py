@@ -16,16 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jmpx
 
-HIGH, HIGHEST, DEFAULT = (
-    (lax.Precision(word), lax.Precision(word)) for word in ("high", "highest", "default")
-)
-X3 = "BF16_BF16_F32_X3"
-PRESET, EXACT = lax.DotAlgorithmPreset[X3], lax.DotAlgorithmPreset.F32_F32_F32
+HIGH, HIGHEST = ((lax.Precision(word), lax.Precision(word)) for word in ("high", "highest"))
 
-# Other tests are about these warnings.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
-)
+# Other tests are about this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
 
 
 def products(f, *args):

@@ -46,7 +46,7 @@ EXACT = {"xla_allow_excess_precision": False}
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.parametrize("name", rows(MODELS, "integers", "custom", "recurrence"))
+@pytest.mark.parametrize("name", rows(MODELS, "custom", "recurrence"))
 def test_nothing_changes(rng, name):
     """Only under XLA's optimizations do gradients differ, by the order of float32 sums."""
     apply, params, x, labels = MODELS[name](rng)
@@ -94,37 +94,6 @@ def block(x, w, i):
     return x + jnp.tanh(x @ w) @ w
 
 
-def with_own_number(x, w, i):
-    return x + jnp.tanh(x @ w * [1.5, -0.0, 0.0, 0.25, 3.0, 0.1][i]) @ w
-
-
-def with_own_constant(x, w, i):
-    return x + jnp.tanh(x @ w + np.full(8, i, np.float32)) @ w
-
-
-def with_a_jitted_constant(x, w, i):
-    bias = jnp.full(8, float(i))
-    return x + jax.jit(lambda x: jnp.tanh(x + bias))(x @ w) @ w
-
-
-def with_own_derivative(x, w, i):
-    @jax.custom_jvp
-    def scaled(x):
-        return jnp.sin(x)
-
-    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * i))
-    return x + scaled(x @ w) @ w
-
-
-def with_own_scope(x, w, i):
-    with jax.named_scope("wide" if i % 2 else "low"):
-        return x + jnp.tanh(x @ w) @ w
-
-
-def with_an_output_read_later(x, w, i):
-    return block(x, w, i) if i else block(x, w, i) + w[0]
-
-
 def layered(block, x, ws):
     for i, w in enumerate(ws):
         with jax.named_scope(f"layer_{i}"):
@@ -150,24 +119,42 @@ def test_equal_layers_are_one_function(arrays):
     assert functions <= 4  # the first, whose input is no activation; the second; the others
 
 
-BLOCKS = [
-    with_own_number,
-    with_own_constant,
-    with_a_jitted_constant,
-    with_own_derivative,
-    with_own_scope,
-    with_an_output_read_later,
-]
+def plus(bias):
+    return jax.jit(lambda x: jnp.tanh(x + bias))
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_what_differs_is_not_shared(arrays, block):
+def sine_of_slope(i):
+    sine = jax.custom_jvp(jnp.sin)
+    sine.defjvp(lambda primals, tangents: (sine(*primals), tangents[0] * i))
+    return sine
+
+
+BLOCKS = {
+    "number": lambda x, w, i: x + jnp.tanh(x @ w * [1.5, -0.0, 0.0, 0.25][i]) @ w,
+    "constant": lambda x, w, i: x + jnp.tanh(x @ w + np.full(8, i, np.float32)) @ w,
+    "jitted constant": lambda x, w, i: x + plus(jnp.full(8, float(i)))(x @ w) @ w,
+    "derivative": lambda x, w, i: x + sine_of_slope(i)(x @ w) @ w,
+    "scope": lambda x, w, i: jax.named_scope("wide" if i % 2 else "low")(block)(x, w, i),
+    "output read later": lambda x, w, i: block(x, w, i) if i else block(x, w, i) + w[0],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_differs_is_not_shared(arrays, name):
+    fn = functools.partial(layered, BLOCKS[name])
+    count, functions = shared(fn, arrays[0], arrays[1][:4])
+    # Two scopes take turns, and a later reader is of the first layer alone.
+    assert functions == count or name in ("scope", "output read later")
+    if name != "output read later":
+        return
+
     def loss(ws, **options):
-        cast = jmpx.autocast(functools.partial(layered, block), "c=bf16; layer_3: full", **options)
-        return jnp.square(cast(arrays[0], ws[:4])).sum()
+        cast = jmpx.autocast(fn, "c=bf16; layer_3: full", **options)
+        return jnp.square(cast(arrays[0], ws)).sum()
 
     grads = jax.grad(functools.partial(loss, save="products")), jax.grad(loss)
-    assert_same_bits(*(jax.jit(grad, compiler_options=EXACT)(arrays[1]) for grad in grads))
+    results = [jax.jit(grad, compiler_options=EXACT)(arrays[1][:4]) for grad in grads]
+    assert_same_bits(*results)
 
 
 def test_each_layer_keeps_its_name_and_its_line(arrays):
@@ -186,6 +173,7 @@ def test_each_layer_keeps_its_name_and_its_line(arrays):
 
 def test_no_array_is_kept(arrays):
     x, ws = arrays
+    del ws[2:]
     fn = jmpx.autocast(functools.partial(layered, block), save="products")
     jax.grad(lambda ws: fn(x, ws).sum())(ws)
     kept = [weakref.ref(w) for w in ws]
@@ -323,7 +311,7 @@ def test_once_in_each_of_repeated_blocks(pair):
 SIZE = st.integers(0, 9)
 
 
-@given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=7))
+@given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=6))
 def test_the_cuts_that_need_the_least_memory(sizes):
     """Against all subsets of the places."""
     kept, made, others = (list(column) for column in zip(*sizes, strict=True))
@@ -346,10 +334,10 @@ def test_the_cuts_that_need_the_least_memory(sizes):
 # Products of experts and of attention.
 
 
-def grads_of(model, weights):
+def grads_of(model, weights, saves=SAVES):
     """The gradients of a model of weights, without save= and with it, and their products."""
     grads, counts = [], []
-    for save in (None, *SAVES):
+    for save in (None, *saves):
         cast = jmpx.autocast(model, save=save)
         grad = jax.jit(jax.grad(lambda weights, f=cast: jnp.square(f(weights)).sum()))
         lowered = grad.lower(weights)
@@ -369,10 +357,10 @@ def test_products_of_experts_are_saved(rng):
         h = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, up)), down)
         return x + jnp.einsum("bse,ebd->bsd", gates, h)
 
-    (plain, *saving), counts = grads_of(lambda weights: experts(x @ w, *weights), weights)
-    # What is sent to experts is a product of activations.
-    assert counts[1:] == [counts[0] + 1, counts[0]]
-    assert_same_bits(saving, [plain] * 2)
+    model = lambda weights: experts(x @ w, *weights)  # noqa: E731
+    (plain, saving), (count, more) = grads_of(model, weights, SAVES[:1])
+    assert more == count + 1  # what is sent to experts is a product of activations
+    assert_same_bits(saving, plain)
 
 
 def attention(x, w, wrap=lambda f: f):
@@ -396,9 +384,9 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(ATTENTIONS, "jitted parts", "vmapped"))
+@pytest.mark.parametrize("name", rows(ATTENTIONS, "jitted parts"))
 def test_products_of_attention_are_made_again_unless_they_are_saved(name, rng):
-    x, weights = normal(rng, 2, 5, 8), [normal(rng, 4, 8, 8) / 3 for _ in range(2)]
+    x, weights = normal(rng, 2, 3, 4), [normal(rng, 4, 4, 4) / 2 for _ in range(2)]
 
     def model(weights):
         return functools.reduce(ATTENTIONS[name], weights, x)
@@ -449,6 +437,7 @@ def test_effects_happen_once_and_in_order(pair, log, ordered, wrap):
     assert log == [0, 1, 2] * 2 if ordered else sorted(log) == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.thorough
 def test_under_vmap_and_nested(pair):
     x, w = pair
     saving = jmpx.autocast(blocks, save="products")
@@ -463,26 +452,9 @@ def test_under_vmap_and_nested(pair):
 def test_in_shard_map(pair):
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("i",))
     specs = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
-
-    def local(x, w):
-        return lax.pmean(blocks(x, w), "i")
-
+    local = lambda x, w: lax.pmean(blocks(x, w, 2), "i")  # noqa: E731
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
-    assert pieces(mapped, *pair) == [1, 1, 2, 2]
-    plain, saving = jmpx.autocast(mapped), jmpx.autocast(mapped, save="products")
-    grads = [
-        jax.jit(jax.grad(lambda w, f=f: f(pair[0], w).sum()))(pair[1]) for f in (plain, saving)
-    ]
+    assert pieces(mapped, *pair) == [1, 1, 2]
+    casts = jmpx.autocast(mapped), jmpx.autocast(mapped, save="products")
+    grads = [jax.jit(jax.grad(lambda w, f=f: f(pair[0], w).sum()))(pair[1]) for f in casts]
     np.testing.assert_allclose(*grads, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.thorough
-def test_the_cost_of_tracing(rng):
-    """Equations of the traced gradients: those that are computed again come on top."""
-    model = benchmark.Transformer(4, 8, 2, 16, classes=4)
-    params, ways = model.init(rng), benchmark.losses(model, model.batch(rng, 2, 6))
-
-    def count(way):
-        return len(equations_of(jax.grad(ways[way]), params))
-
-    assert count("autocast, save") < 1.6 * count("autocast")
