@@ -1,12 +1,14 @@
-"""Plants mistakes into the rooms of a copy of jmpx, and counts those that a test notices.
+"""Plants mistakes into a copy of jmpx, and counts those that the default tests notice.
 
     git worktree add --detach /tmp/mutants && cd /tmp/mutants && pip install -e '.[mutants]'
-    python benchmarks/mutants.py > benchmarks/results/mutants.jsonl    # hours of a CPU core
+    python benchmarks/mutants.py --mutants 60 --seed 0 > benchmarks/results/mutants.jsonl
 
-Cosmic Ray changes one operator, number, condition, loop, exception or decorator, at places that are
-drawn from those that a test of the room runs. The room's tests that run the line run against it,
-those of the default run. A line of JSON is a room: how many mistakes were planted and noticed, and
-the others; `report.py` writes the table.
+Cosmic Ray changes one operator, number, condition, loop, exception or decorator. The mistakes are
+drawn among the lines that the default tests run, and spread over the rooms by their lines of code.
+The tests that run the line run against it, those of the room first, until one fails or they have
+taken two minutes. Which test runs which line is measured once, by a run of all in one process, and
+kept in `.coverage.mutants`. A line of JSON is a room: how many mistakes were planted and noticed,
+and the others; `report.py` writes the table.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import multiprocessing
 import os
 import random
 import sys
+import time
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,8 @@ RESULTS = TREE / "benchmarks" / "results" / "mutants.jsonl"
 # What became of a mistake that was not noticed: written into the results by hand, after a look.
 THEN = ("noticed by other tests", "led to a test", "change nothing", "left")
 ROOMS = sorted(path.parent.name for path in TREE.glob("jmpx/_*/__init__.py"))
-FOLDERS = {"_jaxprs": "autocast"}  # of rooms whose tests are those of another
+FOLDERS = {"_jaxprs": "autocast", "_migrate": "cli"}  # of rooms with the tests of another
+LIMIT = 120  # seconds, for all tests of a mistake
 
 
 def table(rooms: list[dict[str, Any]]) -> str:
@@ -86,13 +91,14 @@ def is_noticed(mutant: Any, tests: list[str]) -> bool:
     from cosmic_ray.mutating import use_mutation  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
-    while tests:
-        operator = get_operator(mutant.operator_name)()
+    operator, end, tests = get_operator(mutant.operator_name)(), time.time() + LIMIT, [*tests]
+    while tests and time.time() < end:
+        some = tests[:50]  # most mistakes are noticed by one of the first
         with use_mutation(Path(mutant.module_path), operator, mutant.occurrence):
-            test = failing(tests)
-        if test not in tests or not failing([test]):
-            return bool(test)
-        tests.remove(test)
+            test = failing(some)
+        if test and (test not in some or not failing([test])):
+            return True
+        tests = [each for each in tests if each != test] if test else tests[50:]
     return False
 
 
@@ -115,28 +121,50 @@ def annotations(module: ast.Module) -> set[int]:
     return {line for node in nodes if node for line in range(node.lineno, node.end_lineno + 1)}
 
 
-def tests_of(file: str, line: int, data: Any) -> list[str]:
-    """Returns the tests that run a line; if an import runs it, those that run any of its file."""
+def tests_of(room: str, file: str, line: int, data: Any) -> list[str]:
+    """Returns the tests that run a line, those of the room first.
+
+    If an import runs it, those that run any line of its file.
+    """
     by_line = data.contexts_by_lineno(file)
     tests = {*by_line.get(line, ())}
     if tests == {""}:
         tests = {test for found in by_line.values() for test in found}
-    return sorted(tests - {""})
+    folder = f"tests/{FOLDERS.get(room, room[1:])}/"
+    return sorted(tests - {""}, key=lambda test: (not test.startswith(folder), test))
 
 
-def measure(room: str, count: int, seed: int) -> dict[str, Any]:
-    from coverage import CoverageData  # pyright: ignore[reportMissingImports]
+def code_lines(room: str) -> int:
+    """The lines of a room that hold a token other than a comment or a docstring."""
+    count = 0
+    for file in (TREE / "jmpx" / room).rglob("*.py"):
+        skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
+        skipped |= {tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+        with file.open("rb") as lines:
+            tokens = [
+                each for each in tokenize.tokenize(lines.readline) if each.type not in skipped
+            ]
+        count += len({each.start[0] for each in tokens if not each.string.startswith('"""')})
+    return count
 
-    file = str(TREE / f".coverage.{room}")
-    failing([f"tests/{FOLDERS.get(room, room[1:])}"], file)
-    (data := CoverageData(file)).read()
+
+def shares(total: int) -> dict[str, int]:
+    """Returns how many of all mistakes each room gets, by its lines, at least one."""
+    lines = {room: code_lines(room) for room in ROOMS}
+    exact = {room: total * count / sum(lines.values()) for room, count in lines.items()}
+    found = {room: max(1, int(share)) for room, share in exact.items()}
+    for room in sorted(ROOMS, key=lambda room: found[room] - exact[room]):
+        found[room] += sum(found.values()) < total
+    return found
+
+
+def measure(room: str, count: int, seed: int, data: Any) -> dict[str, Any]:
     rng, places, planted, survivors = random.Random(seed), mutants(room), 0, {}
     for path, start in rng.sample(sorted(places, key=str), len(places)):
-        mutant, tests = rng.choice(places[path, start]), tests_of(path, start[0], data)
+        mutant, tests = rng.choice(places[path, start]), tests_of(room, path, start[0], data)
         if planted == count or not tests:
             continue
         planted += 1
-        rng.shuffle(tests)
         if not is_noticed(mutant, tests):
             place = f"{Path(path).relative_to(TREE)}:{start[0]}:{start[1]}"
             survivors[f"{place} {mutant.operator_name} {mutant.occurrence}"] = "not looked at"
@@ -145,17 +173,23 @@ def measure(room: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    from coverage import CoverageData  # pyright: ignore[reportMissingImports]
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
-    parser.add_argument("--mutants", type=int, default=20, help="of each room")
+    parser.add_argument("--mutants", type=int, default=60, help="of all rooms together")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     sys.dont_write_bytecode = True
     os.chdir(TREE)
     for name in "pytest hypothesis jax.numpy optax haiku flax.nnx equinox".split():
         __import__(name)  # once; jmpx and its tests anew for each mistake
-    for room in given.rooms:
-        print(json.dumps(measure(room, given.mutants, given.seed)), flush=True)
+    if not (file := TREE / ".coverage.mutants").exists():
+        failing(["tests"], str(file))
+    (data := CoverageData(str(file))).read()
+    for room, count in shares(given.mutants).items():
+        if room in given.rooms:
+            print(json.dumps(measure(room, count, given.seed, data)), flush=True)
 
 
 if __name__ == "__main__":

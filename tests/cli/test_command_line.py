@@ -1,4 +1,4 @@
-"""`python -m jmpx`: what a policy string means; what the doctor finds. Wrong usage is in tests/messages."""
+"""`python -m jmpx`: what a policy string means, what the doctor finds."""
 
 import contextlib
 import importlib.metadata

@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("train", None)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("folder", "standard_promotion")  # as in a reader's program
 def test_the_command_prints_what_the_page_shows(capsys):
     (command,) = re.findall(r"^python -m jmpx (.*)$", block("sh"), re.MULTILINE)

@@ -40,7 +40,7 @@ def run(line, folder):
     return done.stdout
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough  # processes
 @pytest.mark.parametrize("line", PRINTED)
 def test_the_program_prints_what_stands_behind_the_command(line, folder):
     assert len(PRINTED) == 3

@@ -91,22 +91,3 @@ def test_the_first_page_of_the_reference_lists_each_name_once():
 def test_a_page_of_the_manual_explains_each_name():
     missing = unexplained(NAMES, pages_of_the_manual())
     assert not missing, f"no page explains {', '.join(missing)}"
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_name_that_is_taken_out_of_all_is_missed(name, monkeypatch):
-    module = importlib.import_module(name)
-    whole = module.__all__
-    for taken in [name for name in whole if not name.isupper()]:  # a constant is no routine
-        monkeypatch.setattr(module, "__all__", tuple(n for n in whole if n != taken))
-        assert without_a_place_in_all(module) == {taken}
-
-
-@pytest.mark.parametrize("name", ["jmpx.optim.ema", "jmpx.inspect.nonfinite", *NAMES[-5:]])
-def test_a_name_that_is_taken_out_elsewhere_is_missed(name):
-    taken = re.compile(rf"\b{re.escape(name)}\b")
-    types = (ROOT / "tests" / "typing").glob("test_*.py")
-    texts = [taken.sub("jmpx.other", path.read_text()) for path in types]
-    assert without_a_typed_use(NAMES, texts) == {name}
-    assert unexplained(NAMES, taken.sub("", pages_of_the_manual())) == [name]
-    assert unexplained([name], f"```python\n>>> {name}\n```") == [name]

@@ -1,11 +1,8 @@
 """Names of jmpx 0.2: each error says what to write, and that is there."""
 
-import inspect
 import operator
 import re
-from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from helpers import ROOT, run_python
 
@@ -66,22 +63,6 @@ def test_an_import_of_an_old_name_says_where_it_is():
         from jmpx import nothing_like_it  # pyright: ignore  # noqa: F401, PGH003
     near = run_python("-c", "import jmpx; jmpx.optimiser_update").stderr.splitlines()[-1]
     assert near.startswith("AttributeError: module 'jmpx' has no attribute 'optimiser_update'")
-
-
-@pytest.mark.parametrize("argument", moved.GRADIENT_ARGUMENTS)
-def test_an_old_argument_of_a_gradient_function_says_what_to_write(argument):
-    options: dict[str, Any] = {argument: 2}
-    with pytest.raises(TypeError, match=rf"\b{argument}: write .* instead\.$") as error:
-        jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), **options)
-    check_names(str(error.value).partition(f"{argument}: ")[2])
-
-
-def test_other_unknown_arguments_are_pythons():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dytpe'"):
-        jmpx.autocast(jnp.sin, dytpe="c=bf16")  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'peroid'"):
-        jmpx.mpx.DynamicLossScaling(peroid=3)
-    assert list(inspect.signature(jmpx.DynamicLossScale).parameters)[0] == "loss_scale"
 
 
 def test_the_page_lists_each_name_and_argument():

@@ -49,6 +49,7 @@ def built(tmp_path_factory):
     return source, files, {kind: next(folder.iterdir()) for kind, folder in folders.items()}
 
 
+@pytest.mark.thorough
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     _, files, archives = built
     wheel = zipfile.ZipFile(archives["wheel"])
@@ -60,6 +61,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert description().read_text() in wheel.read(metadata).decode()
 
 
+@pytest.mark.thorough
 def test_type_checkers_find_an_editable_install(built):
     source, _, archives = built
     wheel = zipfile.ZipFile(archives["editable"])
@@ -69,6 +71,7 @@ def test_type_checkers_find_an_editable_install(built):
     assert wheel.read(name).decode().strip() == str(source.resolve())
 
 
+@pytest.mark.thorough
 def test_the_source_distribution_has_each_file(built, tmp_path):
     _, files, archives = built
     with tarfile.open(archives["sdist"]) as tar:

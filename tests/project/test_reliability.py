@@ -8,8 +8,6 @@ import pytest
 from helpers import float16_training, kills, run_python, soak
 from helpers.kills import FORMATS, digest
 
-import jmpx
-
 
 @pytest.fixture(autouse=True)
 def promotion():
@@ -154,31 +152,6 @@ def test_every_step_is_that_of_the_plain_model(skip_by, seed):
         figures, failures = soak.run(name, skip_by, 150, seed)
         assert not failures
         assert figures["traces"] == 1 and figures["planted"] == 15
-
-
-def traced_each_time(func, jit=jax.jit):
-    jitted = jit(func)
-
-    def call(*args):
-        jitted.clear_cache()
-        return jitted(*args)
-
-    return call
-
-
-@pytest.mark.slow  # compiles as often as the soak
-@pytest.mark.parametrize("what", ["the scale", "the skip", "the trace"])
-@pytest.mark.parametrize("skip_by", ["cond", "where"])
-def test_the_soak_notices_another_scale_or_skip(what, skip_by, monkeypatch):
-    if what == "the scale":
-        adjust = jmpx.DynamicLossScale.adjust
-        monkeypatch.setattr(jmpx.DynamicLossScale, "adjust", lambda s, f: adjust(s, ~f))
-    elif what == "the skip":
-        nothing = lambda *args, **kwargs: (args[0], args[2])  # noqa: E731
-        monkeypatch.setattr(jmpx, "optimizer_update", nothing)
-    else:
-        monkeypatch.setattr(jax, "jit", traced_each_time)
-    assert soak.run("factor 2", skip_by, 4 if what == "the trace" else 20, 0)[1]
 
 
 # What a program begins with

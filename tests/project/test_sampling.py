@@ -18,6 +18,10 @@ def test_slow(): pass
 @pytest.mark.thorough
 def test_thorough(): pass
 
+@pytest.mark.thorough
+@pytest.mark.versions
+def test_of_versions(): pass
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", range(7))
 def test_table(n): pass
@@ -71,13 +75,14 @@ def test_the_default_run_has_a_sample(collect):
     assert sorted(collect()) == sorted(DEFAULT)
 
 
-def test_ci_runs_each_case_once_and_but_for_slow_ones_on_each_line(collect):
+def test_ci_runs_every_case_and_those_of_versions_on_each_line(collect):
     expressions = re.findall(
-        r'/bin/pytest -n auto -m "(.*?)"(?: --cov.*)?$', (ROOT / ".ci/run").read_text(), re.M
+        r"/bin/pytest -n auto -m (?:\"(.*?)\"|(\w+))", (ROOT / ".ci/run").read_text()
     )
-    rest, oldest, newest = (collect("-m", expression) for expression in expressions)
+    words = ["".join(found) for found in expressions if "hypothesis" not in found[0]]
+    slow, oldest, newest = (collect("-m", each) for each in words)
     everything = collect("-m", "")
-    assert len(everything) == 1 + 1 + 1 + 7 + 12 + 3 + 4
-    assert sorted(DEFAULT + rest) == sorted(everything)
-    assert oldest == newest
-    assert set(everything) - set(oldest) == {"test_slow", "test_slow_case[2]"}
+    assert len(everything) == 1 + 1 + 1 + 1 + 7 + 12 + 3 + 4
+    assert sorted(slow) == ["test_slow", "test_slow_case[2]"]
+    assert sorted(newest) == sorted({*everything} - {*slow})
+    assert sorted(oldest) == sorted([*DEFAULT, "test_of_versions"])

@@ -55,7 +55,7 @@ def test_every_way_trains(part):
         assert apart[way] < apart["bfloat16"]
 
 
-def test_the_page_shows_the_lines_that_are_kept(tmp_path):
+def test_the_page_shows_the_lines_that_are_kept():
     found = records.read(storage.RESULTS)
     page = (ROOT / "docs" / "storage.md").read_text()
     of_jax = [record for record in found if record["versions"]["jax"] == "0.10.2"]
@@ -63,6 +63,10 @@ def test_the_page_shows_the_lines_that_are_kept(tmp_path):
     assert {record["part"] for record in of_jax} >= {*storage.PARTS}
     for point in storage.POINTS:
         assert any(records.is_of(line, "storage", point) for line in of_jax), point
+
+
+@pytest.mark.thorough
+def test_every_picture_is_drawn_twice(tmp_path):
     pictures.main(["--out", str(tmp_path)])
     names = {f"{path.stem}{end}.png" for path in pictures.DRAWN for end in ("", "-dark")}
     assert names == {path.name for path in tmp_path.iterdir()}
