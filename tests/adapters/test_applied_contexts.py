@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import BF16, F16, F32, LOG, zoo
+from helpers.jaxprs import program
 
 import jmpx
 import jmpx.flax
@@ -103,11 +104,6 @@ def contexts(framework):
         "by": lambda: POLICIES[framework](f"by=modules,{P}"),
         "applied": lambda: applied(f"by=modules,{P}"),
     }
-
-
-def program(func, *args):
-    """Returns the program of a function that JAX has not traced before."""
-    return str(jax.make_jaxpr(lambda *args: func(*args))(*args))
 
 
 def program_in(context, func, *args):

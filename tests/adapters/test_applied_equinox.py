@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import BF16, F16, F32, assert_same_bits, dtypes, warns_once
-from helpers.jaxprs import FULL, LOW, dots
+from helpers.jaxprs import FULL, LOW, dots, program
 
 import jmpx
 from jmpx.equinox import with_policies
@@ -106,20 +105,20 @@ def same_arrays(tree, other):
     return jax.tree.structure(tree) == jax.tree.structure(other) and all(a is b for a, b in pairs)
 
 
-def program(function, model, *args):
+def program_of(function, model, *args):
     """The text of the jaxpr of a function of a model and of other arguments."""
     params, static = eqx.partition(model, eqx.is_array)
 
     def on_arrays(params, *args):
         return eqx.filter(function(eqx.combine(params, static), *args), eqx.is_array)
 
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(on_arrays)(params, *args)))
+    return program(on_arrays, params, *args)
 
 
 def assert_is_view(applied, of_view, model=NET, x=X, rules=RULES):
     """Holds a function of a model to have the program of another function of the model's view."""
-    found = program(applied, model, x)
-    assert found == program(lambda model, x: of_view(with_policies(model, rules), x), model, x)
+    found = program_of(applied, model, x)
+    assert found == program_of(lambda model, x: of_view(with_policies(model, rules), x), model, x)
     assert "bf16" in found
 
 
@@ -287,8 +286,8 @@ def test_batch_norm_and_its_state(mode):
 
     applied = gradient(loss_fn, "by=modules,c=bf16,o=f32")
     with jax.numpy_dtype_promotion("standard"):  # BatchNorm divides a float by an int32
-        found = program(applied, model, jnp.ones((5, 3)))
-        assert found == program(gradient(by_hand, "full"), model, jnp.ones((5, 3)))
+        found = program_of(applied, model, jnp.ones((5, 3)))
+        assert found == program_of(gradient(by_hand, "full"), model, jnp.ones((5, 3)))
         shapes = eqx.filter_eval_shape(applied, model, jnp.ones((5, 3)))
     assert {"float32"} <= set(dtypes(shapes[0][1])) <= {"float32", "bool", "int32"}
 
@@ -309,7 +308,7 @@ def test_class_policies_and_shared_layers(policy_map):
 
     apply, model = jmpx.apply_policy(call_it, f"by=modules,{policy_map}"), Tied()
     with jmpx.push_policy(eqx.nn.Linear, "c=f16"):
-        assert program(apply, model, X) == program(
+        assert program_of(apply, model, X) == program_of(
             lambda model, x: with_policies(model, policy_map)(x), model, X
         )
         assert set(dots(lambda x: apply(model, x), X)) == {"float16xfloat16"}

@@ -1,7 +1,6 @@
 """`apply_policy`, and `policy=` of the gradient functions, which differentiate it."""
 
 import functools
-import re
 import warnings
 
 import flax.linen as nn
@@ -12,7 +11,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from helpers import BF16, F32, assert_same_bits, dtypes, leniently, normal
-from helpers.jaxprs import dots
+from helpers.jaxprs import dots, program
 
 import jmpx
 import jmpx.flax
@@ -60,11 +59,6 @@ WAYS = {
     "c=bf16; op.max: bf16": jmpx.autocast(model, "c=bf16; op.max: bf16"),
     "full": model,
 }
-
-
-def program(func, *args):
-    """The text of the jaxpr of a function, traced anew."""
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda *args: func(*args))(*args)))
 
 
 @pytest.mark.parametrize("policy", WAYS)

@@ -1,7 +1,6 @@
 """Layers of Equinox under a policy map: their state, loops, and what is made inside of a model."""
 
 import functools
-import re
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, enable_x64, leniently
-from helpers.jaxprs import dots
+from helpers.jaxprs import dots, program
 
 import jmpx
 from jmpx.equinox import with_policies
@@ -39,11 +38,6 @@ class Around(eqx.Module):
 
     def __call__(self, *args):
         return self.inner(*args)
-
-
-def program(function, *args):
-    """The text of the jaxpr of a function."""
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
 
 
 @pytest.mark.parametrize("name", LAYERS)

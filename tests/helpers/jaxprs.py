@@ -1,5 +1,7 @@
 """Searches through jaxprs."""
 
+import re
+
 import jax
 
 # Operands of a matrix product, as `dots` spells them.
@@ -19,6 +21,11 @@ def equations(jaxpr):
 def trace(f, *args):
     """A function's jaxpr, traced anew: JAX would give back what it knows of the same function."""
     return jax.make_jaxpr(lambda *args: f(*args))(*args)
+
+
+def program(f, *args):
+    """The text of a function's jaxpr, traced anew, without the addresses of Python's objects."""
+    return re.sub("0x[0-9a-f]+", "", str(trace(f, *args)))
 
 
 def equations_of(f, *args):
