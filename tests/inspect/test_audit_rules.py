@@ -19,7 +19,6 @@ from models import Transformer, ViT
 import jmpx
 import jmpx.equinox
 import jmpx.flax
-from examples.equinox.vit import VisionTransformer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROWS = 300
@@ -271,19 +270,6 @@ def test_a_rule_under_which_a_program_cannot_be_traced_is_not_printed():
     assert finding.rule == IN_CODE
 
 
-def test_the_first_program_of_the_readme():
-    """A norm in float32 before a head in float32 returns float32."""
-
-    def network(m, x):
-        h = m.norm("layer_norm")(jax.nn.relu(m.linear("first", 32)(x)))
-        return m.linear("head", 1)(h)
-
-    make, policy = of_zoo("haiku", network, jnp.ones((64, 3))), f"{HALF}; LayerNorm: full; {HEAD}"
-    (finding,) = audited(make, policy).findings
-    assert finding.rule == "haiku_net/layer_norm: c=f32,o=f32"
-    assert not audited(make, f"{policy}; {finding.rule}").findings
-
-
 # Models without a leak have no finding at all, of any kind.
 
 
@@ -305,22 +291,21 @@ def transformer(cls, dtype, **options):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "cls, scanned, dtype", [(ViT, True, BF16), (ViT, False, F32), (Transformer, True, BF16)]
+    "cls, dtype, policy",
+    [
+        (ViT, BF16, None),  # cast by hand
+        (ViT, F32, None),
+        (Transformer, F32, "c=bf16; op.scan: bf16"),
+        (Transformer, BF16, None),
+        (ViT, F32, "c=f16"),
+    ],
 )
-def test_transformers_that_are_cast_by_hand(cls, scanned, dtype):
-    findings = found(*transformer(cls, dtype, scanned=scanned, islands=True))
-    assert [each.name for each in findings] == ["rounded-logits"] * (dtype == BF16)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "cls, policy",
-    [(ViT, "c=bf16"), (Transformer, "c=f16"), (Transformer, "c=bf16; op.scan: bf16")],
-)
-def test_transformers_under_autocast(cls, policy):
-    loss, *args = transformer(cls, F32, scanned="scan" in policy, islands=False)
-    (finding,) = found(jmpx.autocast(loss, policy=policy), *args)
-    assert finding.name == "rounded-logits"
+def test_transformers_of_16_bits_have_rounded_logits_alone(cls, dtype, policy):
+    is_scanned = dtype == BF16 or "scan" in (policy or "")
+    loss, *args = transformer(cls, dtype, scanned=is_scanned, islands=policy is None)
+    findings = found(jmpx.autocast(loss, policy) if policy else loss, *args)
+    is_low = dtype == BF16 or policy is not None
+    assert [each.name for each in findings] == ["rounded-logits"] * is_low
 
 
 def test_autocast_carries_float32_unless_told():
@@ -337,19 +322,6 @@ def softmax_loss(logits):
 
 
 KEPT = "*/head: product=float32"  # logits stay in float32, and products multiply in 16 bits
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("compute, head", [("bf16", KEPT), ("f16", KEPT), ("bf16", HEAD)])
-def test_equinox_example(compute, head):
-    policy = f"c={compute},o=f32; LayerNorm: full; Softmax: full; {head}"
-    sizes = {"patch": 2, "width": 8, "depth": 2, "heads": 2}
-    model = eqx.filter_eval_shape(VisionTransformer, (4, 4, 1), 3, **sizes, key=jax.random.key(0))
-
-    def loss(model, images):
-        return softmax_loss(jax.vmap(jmpx.equinox.with_policies(model, policy))(images))
-
-    assert found(loss, model, shape(2, 4, 4, 1)) == []
 
 
 @pytest.mark.sampled(2)

@@ -74,28 +74,6 @@ def test_a_scan_is_tied_together_and_its_constants_are_known(rng):
     assert jnp.array_equal(jnp.asarray(used[0].constant), table)
 
 
-def test_branches_are_joined_and_while_loops_are_marked(rng):
-    def fn(p, x):
-        x = lax.cond(p, jnp.sin, lambda x: x * 2, x)
-        return lax.while_loop(lambda c: jnp.sum(jnp.cos(c)) < 1, jnp.exp, x)
-
-    graph = graph_of(fn, True, normal(rng, 3))
-    (join,), (sine,), (scaled,) = (named(graph, name) for name in ("join", "sin", "mul"))
-    assert {id(v) for v in join.operands} == {id(v) for n in (sine, scaled) for v in n.results}
-    (cosine,), (exp,) = named(graph, "cos"), named(graph, "exp")
-    assert (exp.times, exp.in_while, cosine.in_while, sine.in_while) == (1, True, True, False)
-
-
-def test_the_backward_pass_is_known(rng):
-    def loss(w, x):
-        return jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x))
-
-    graph = graph_of(loss, normal(rng, 3, 2), normal(rng, 4, 3))
-    products = named(graph, "dot_general")
-    assert [node.is_backward for node in products] == [False, True, True]  # one is recomputed
-    assert [node.is_backward for node in named(graph, "cos")] == [True]
-
-
 # Watched programs compute what they compute unwatched, and each equation is seen as it runs.
 
 
@@ -214,10 +192,6 @@ def test_and_any_composition(pieces, seed):
     check(jax.value_and_grad(fn), normal(np.random.default_rng(seed), 4))
 
 
-def no_watch(state, *_):
-    return state
-
-
 def test_each_site_is_seen_as_often_as_it_runs():
     def fn(x):
         x = lax.scan(lambda c, _: (jnp.sin(c), None), x, length=5)[0]
@@ -254,25 +228,6 @@ def test_trips_are_counted_in_the_order_in_which_they_run():
     # 1, 2, 4, 8, 16 + 2 = 18, 36, 72, 144
     _, trips = watched.evaluate(jaxpr, [jnp.float32(1)], watch, state)
     assert trips.tolist() == [1, 2]
-
-
-def test_equations_can_run_in_another_way_and_on_other_constants(rng):
-    x, w = normal(rng, 3), np.asarray(normal(rng, 3)).astype(np.float16)
-    half = jnp.asarray(x, jnp.float16)
-
-    def fn(x):
-        return lax.scan(lambda c, _: (c * x + w, None), x, length=2)[0]
-
-    def widen(array):
-        return jnp.asarray(array, jnp.float32) if array.dtype == jnp.float16 else array
-
-    run = functools.partial(watched.evaluate, watch=no_watch, state=())
-    (result,), _ = run(trace(fn, half), [widen(half)], run=watched.core.bind, constant=widen)
-    wide = np.asarray(widen(half))
-    np.testing.assert_allclose(result, (wide * wide + w) * wide + w, rtol=1e-6)
-    doubled = lambda eqn, operands: [2 * r for r in watched.core.bind(eqn, operands)]  # noqa: E731
-    (result,), _ = run(trace(jnp.sin, x), [x], run=doubled)
-    np.testing.assert_array_equal(result, 2 * jnp.sin(x))
 
 
 def test_scopes_and_the_equations_around_go_with_a_site():
