@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import F32, assert_same_bits, normal
-from helpers.nnx_net import assert_same_state
+from helpers.jaxprs import dots
+from helpers.nnx_net import assert_same_state, pure
 
 import jmpx
 import jmpx.equinox
-import jmpx.flax
 import jmpx.haiku
 
-COUNT = 4
-# Their options come from tables, whose types pyright does not follow.
-filter_grad: Any = jmpx.filter_grad
+COUNT = 3
+# Its options come from tables, whose types pyright does not follow.
 filter_value_and_grad: Any = jmpx.filter_value_and_grad
 # The layers of the frameworks promote dtypes within their own code.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -32,8 +31,7 @@ def error(predictions, y):
 
 class HaikuNet(hk.Module):
     def __call__(self, x):
-        norm = hk.BatchNorm(True, True, 0.9)
-        return hk.Linear(2)(norm(hk.Linear(8)(x), is_training=True))
+        return hk.Linear(2)(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
 
 
 def haiku_case(key, x):
@@ -49,35 +47,32 @@ def haiku_case(key, x):
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x)))
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(x))
 
 
 def linen_case(key, x):
     variables = LinenNet().init(key, x)
 
     def loss(params, stats, x, y):
-        predictions, updates = LinenNet().apply(
-            {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
-        )
+        variables = {"params": params, "batch_stats": stats}
+        predictions, updates = LinenNet().apply(variables, x, mutable=["batch_stats"])
         return error(predictions, y), (updates["batch_stats"], predictions.mean())
 
     return loss, variables["params"], variables["batch_stats"]
 
 
 class EquinoxNet(eqx.Module):
-    inner: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
     head: eqx.nn.Linear
     calls: eqx.nn.StateIndex
 
     def __init__(self, key):
-        self.inner = eqx.nn.Linear(3, 8, key=key)
-        self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="ema")
-        self.head = eqx.nn.Linear(8, 2, key=key)
+        self.norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="ema")
+        self.head = eqx.nn.Linear(3, 2, key=key)
         self.calls = eqx.nn.StateIndex(jnp.array(0))
 
     def __call__(self, x, state):
-        h, state = self.norm(self.inner(x).astype(F32), state)
+        h, state = self.norm(x.astype(F32), state)
         return self.head(h.astype(x.dtype)), state
 
 
@@ -86,15 +81,31 @@ def equinox_case(key, x):
 
     def loss(model, state, x, y):
         state = state.set(model.calls, state.get(model.calls) + 1)  # the given one is now invalid
-        predictions, state = jax.vmap(
-            model, in_axes=(0, None), out_axes=(0, None), axis_name="batch"
-        )(x, state)
+        each = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        predictions, state = each(x, state)
         return error(predictions, y), state
 
     return loss, model, state
 
 
 CASES = {"haiku": haiku_case, "linen": linen_case, "equinox": equinox_case}
+
+
+def gradients(loss, count, policy, **options):
+    batch = jmpx.Batch(microbatches=count)
+    return filter_value_and_grad(
+        loss, jmpx.NoOpLossScale(), has_aux=True, policy=policy, batch=batch, **options
+    )
+
+
+def one_after_the_other(step, x, y):
+    return [step(*part) for part in zip(np.split(x, COUNT), np.split(y, COUNT), strict=True)]
+
+
+def assert_mean_gradients(together, each):
+    grads = jax.tree.map(lambda *grads: np.mean(grads, 0), *[result.grads for result in each])
+    for got, mean in zip(*map(jax.tree.leaves, (together.grads, grads)), strict=True):
+        np.testing.assert_allclose(got, mean, rtol=1e-5, atol=1e-6)
 
 
 def assert_same_averages(a, b):
@@ -108,39 +119,28 @@ def assert_same_averages(a, b):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-24 if x.dtype == jnp.float32 else 0)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "full"])
-@pytest.mark.parametrize("framework", CASES)
+@pytest.mark.parametrize(
+    ("framework", "policy"), [("haiku", "c=bf16"), ("linen", "c=f16"), ("equinox", "full")]
+)
 def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng, key):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
     loss, params, first = CASES[framework](key, x)
+    steps = [eqx.filter_jit(gradients(loss, n, policy, state_argnum=1)) for n in (COUNT, 1)]
+    together, state = steps[0](params, first, x, y), first
 
-    def gradients(count):
-        scaling = jmpx.DynamicLossScale(2.0**4)
-        grad_fn = filter_value_and_grad(
-            loss,
-            scaling,
-            has_aux=True,
-            policy=policy,
-            batch=jmpx.Batch(microbatches=count),
-            state_argnum=1,
-        )
-        return eqx.filter_jit(grad_fn)
+    def one(x, y):
+        nonlocal state
+        result = steps[1](params, state, x, y)
+        state = result.value[1][0] if framework == "linen" else result.value[1]
+        return result
 
-    together = gradients(COUNT)(params, first, x, y)
-    one, state, each = gradients(1), first, []
-    for part in zip(np.split(x, COUNT), np.split(y, COUNT), strict=True):
-        each.append(one(params, state, *part))
-        aux = each[-1].value[1]
-        state = aux[0] if framework == "linen" else aux
+    each = one_after_the_other(one, x, y)
     aux = together.value[1]
     assert_same_averages(aux[0] if framework == "linen" else aux, state)
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state, first)), strict=True))
     if framework == "linen":
         assert_same_bits(aux[1], jnp.stack([result.value[1][1] for result in each]))
-    grads = jax.tree.map(lambda *grads: np.mean(grads, 0), *[result.grads for result in each])
-    for got, mean in zip(*map(jax.tree.leaves, (together.grads, grads)), strict=True):
-        np.testing.assert_allclose(got, mean, rtol=1e-5, atol=1e-7)
+    assert_mean_gradients(together, each)
 
 
 @pytest.mark.parametrize("framework", ["haiku", "equinox"])
@@ -156,41 +156,24 @@ def test_adapters_cast_inside_of_micro_batches(framework, rng, key):
         with jmpx.haiku.policies(policy):
             return loss(params, state, x, y)
 
-    def dtypes_of(count):
-        grad_fn = filter_grad(
-            cast,
-            jmpx.NoOpLossScale(),
-            has_aux=True,
-            policy=policy,
-            batch=jmpx.Batch(microbatches=count),
-            state_argnum=1,
-        )
-        text = str(jax.make_jaxpr(lambda *args: grad_fn(params, *args).aux)(state, x, y))
-        return [
-            line.split("=")[0].split(":")[1][:4] for line in text.splitlines() if "= dot" in line
-        ]
+    def products(count):
+        grad_fn = gradients(cast, count, policy, state_argnum=1)
+        return dots(lambda *args: grad_fn(params, *args).value, state, x, y)
 
-    assert "bf16" in dtypes_of(1) and dtypes_of(2) == dtypes_of(1)
+    assert "bfloat16" in products(1)[0] and products(2) == products(1)
 
 
-AROUND = {"nnx.jit": nnx.jit, "eager": lambda f: f}
+# NNX
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.inner = nnx.Linear(3, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(8, 2, rngs=rngs)
-        self.mean = nnx.Variable(jnp.zeros(2))
-        self.calls = 0
+        self.head = nnx.Linear(3, 2, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
-
-
-def state_of(model):
-    return jax.tree.map(jnp.asarray, nnx.state(model, nnx.Not(nnx.RngState)))
+        return self.head(self.dropout(self.norm(x)))
 
 
 def nnx_loss(model, x, y):
@@ -198,33 +181,16 @@ def nnx_loss(model, x, y):
     return error(predictions, y), predictions
 
 
-def nnx_gradients(count, loss=nnx_loss, **options):
-    options = {"policy": "c=bf16", **options}
-    return filter_value_and_grad(
-        loss, jmpx.NoOpLossScale(), has_aux=True, batch=jmpx.Batch(microbatches=count), **options
-    )
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("around", AROUND)
-def test_an_nnx_module_changes_as_by_one_call_after_the_other(around, rng):
+def test_an_nnx_module_changes_as_by_one_call_after_the_other(rng):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
     model, reference = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    together = AROUND[around](nnx_gradients(COUNT))(model, x, y)
-    one = AROUND[around](nnx_gradients(1))
-    each = [
-        one(reference, *part) for part in zip(np.split(x, COUNT), np.split(y, COUNT), strict=True)
-    ]
-    # Without nnx.jit, XLA compiles the loop, but one operation at a time outside of it.
-    assert_same_state(model, reference, exactly=around == "nnx.jit")
+    together, one = (nnx.jit(gradients(nnx_loss, n, "c=bf16")) for n in (COUNT, 1))
+    together = together(model, x, y)
+    each = one_after_the_other(lambda x, y: one(reference, x, y), x, y)
+    assert_same_state(model, reference)
     assert int(model.dropout.rngs.count[...]) == COUNT  # pyright: ignore[reportOptionalMemberAccess]
-    np.testing.assert_allclose(
-        together.value[1], [result.value[1] for result in each], rtol=1e-5, atol=1e-6
-    )
-    grads = jax.tree.map(lambda *grads: np.mean(grads, 0), *[result.grads for result in each])
-    for got, mean in zip(*map(jax.tree.leaves, (together.grads, grads)), strict=True):
-        np.testing.assert_allclose(got, mean, rtol=1e-5, atol=1e-6)
-    state_of(model)  # which would fail on tracers
+    assert_same_bits(together.value[1], jnp.stack([result.value[1] for result in each]))
+    assert_mean_gradients(together, each)
 
 
 def test_a_stream_of_random_numbers_of_its_own_goes_on():
@@ -234,82 +200,68 @@ def test_a_stream_of_random_numbers_of_its_own_goes_on():
         draws = jax.random.uniform(rngs.params(), x.shape)
         return (w * x * draws).mean(), draws
 
-    got = nnx_gradients(COUNT, loss, policy="full")(jnp.ones(()), jnp.ones(8), rngs)
-    assert int(rngs.params.count[...]) == COUNT
+    got = gradients(loss, 4, "full")(jnp.ones(()), jnp.ones(8), rngs)
+    assert int(rngs.params.count[...]) == 4
     assert len(np.unique(got.value[1])) == 8
 
 
-def set_value(variable, value):
-    if hasattr(variable, "set_value"):
-        variable.set_value(value)
-    else:  # Flax before 0.12
-        variable.value = value
+class Tiny(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(2))
+        self.mean = nnx.Variable(jnp.zeros(2))
+        self.seen = nnx.Variable(0)
+        self.calls = 0
 
 
-def set_to(value):
-    return lambda model: set_value(model.mean, value)
+def set_value(name, value):
+    def change(model):
+        variable = getattr(model, name)
+        if hasattr(variable, "set_value"):
+            variable.set_value(value)
+        else:  # Flax before 0.12
+            variable.value = value
+
+    return change
 
 
-def double_parameter(model):
-    model.inner.kernel[...] = 2 * model.inner.kernel[...]
+def changing(change):
+    def loss(model, x):
+        change(model)
+        return (model.weight[...] * x).mean(), None
 
-
-def add_variable(model):
-    model.other = nnx.Variable(jnp.zeros(1))
-
-
-def delete_variable(model):
-    del model.mean
-
-
-def count_calls(model):
-    model.calls += 1
+    return loss
 
 
 REFUSED = {
-    "a parameter": double_parameter,
-    "a new variable": add_variable,
-    "one less": delete_variable,
-    "a Python attribute": count_calls,
-    "a Python number": lambda model: set_value(model.seen, 1),
-    "a number that becomes an array": lambda model: set_value(model.seen, jnp.array(1)),
-    "another shape": set_to(jnp.zeros(3)),
-    "another dtype": set_to(jnp.zeros(2, int)),
+    "a parameter": set_value("weight", jnp.zeros(2)),
+    "a new variable": lambda model: setattr(model, "other", nnx.Variable(jnp.zeros(1))),
+    "one less": lambda model: delattr(model, "mean"),
+    "a Python attribute": lambda model: setattr(model, "calls", model.calls + 1),
+    "a Python number": set_value("seen", 1),
+    "a number that becomes an array": set_value("seen", jnp.array(1)),
+    "another shape": set_value("mean", jnp.zeros(3)),
+    "another dtype": set_value("mean", jnp.zeros(2, int)),
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("what", "around"),
-    [
-        *((what, "eager") for what in REFUSED),
-        *((what, "nnx.jit") for what in REFUSED if "number" not in what),  # it makes them arrays
-    ],
-)
-def test_an_nnx_module_may_change_the_values_of_arrays_alone(what, around, rng):
-    def loss(model, x, y):
-        REFUSED[what](model)
-        return nnx_loss(model, x, y)
-
-    x, y = normal(rng, 8, 3), normal(rng, 8, 2)
-    model = Net(nnx.Rngs(0))
-    model.seen = nnx.Variable(0)  # pyright: ignore[reportAttributeAccessIssue]
-    before = state_of(model)
-    nnx_gradients(1, loss)(nnx.clone(model), x, y)  # one call may
-    with pytest.raises(ValueError, match="from one micro-batch to the next") as caught:
-        AROUND[around](nnx_gradients(2, loss))(model, x, y)
-    assert str(caught.value).count(".") == 1
-    assert_same_bits(state_of(model), before)  # nothing is half-written
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_nnx_module_may_change_the_values_of_arrays_alone(what):
+    model, loss = Tiny(), changing(REFUSED[what])
+    gradients(loss, 1, "full")(nnx.clone(model), jnp.ones((4, 2)))  # one call may
+    with pytest.raises(ValueError, match="from one micro-batch to the next"):
+        gradients(loss, 2, "full")(model, jnp.ones((4, 2)))
+    assert nnx.graphdef(model) == nnx.graphdef(Tiny())
+    assert_same_bits(*(jax.tree.map(jnp.asarray, nnx.state(m)) for m in (model, Tiny())))
+    if "number" not in what:  # which nnx.jit makes an array
+        with pytest.raises(ValueError, match="from one micro-batch to the next"):
+            run, state = pure(
+                lambda model: gradients(loss, 2, "full")(model, jnp.ones((4, 2))), model
+            )
+            jax.eval_shape(run, state)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [jnp.ones(2), np.ones(2, np.float32), jnp.ones(2, jnp.bfloat16)])
-def test_an_nnx_module_may_set_an_array_to_another(value, rng):
-    def loss(model, x, y):
-        set_value(model.mean, value)
-        return nnx_loss(model, x, y)
-
-    model = Net(nnx.Rngs(0))
-    nnx_gradients(2, loss)(model, normal(rng, 8, 3), normal(rng, 8, 2))
-    (mean,) = jax.tree.leaves(state_of(model)["mean"])
-    assert_same_bits(mean, np.ones(2, np.float32))
+def test_an_nnx_module_may_set_an_array_to_another(value):
+    model = Tiny()
+    gradients(changing(set_value("mean", value)), 2, "full")(model, jnp.ones((4, 2)))
+    assert_same_bits(model.mean[...], np.ones(2, np.float32))

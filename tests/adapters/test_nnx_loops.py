@@ -1,0 +1,188 @@
+"""The carries of loops in a model of NNX: of JAX's loops, of NNX's, and of recurrent cells."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import BF16, F32, LOG, MIXED, assert_same_bits, normal
+from helpers.jaxprs import LOW
+from helpers.nnx_net import Model, Square, linear, products_of, pure, traced
+
+import jmpx
+import jmpx.flax
+
+standard_promotion = pytest.mark.usefixtures("standard_promotion")
+X = normal(np.random.default_rng(0), 2, 4)
+LOOPS = {
+    "scan": lambda f, h: jax.lax.scan(lambda h, _: (f(h), None), h, None, length=3)[0],
+    "fori": lambda f, h: jax.lax.fori_loop(0, 3, lambda _, h: f(h), h),
+    "while": lambda f, h: jax.lax.while_loop(lambda h: h.sum() > 1e9, f, h),
+    "cond": lambda f, h: jax.lax.cond(True, f, lambda h: h, h),
+    "switch": lambda f, h: jax.lax.switch(1, [lambda h: h, f], h),
+    "checkpoint": lambda f, h: jax.lax.scan(
+        jax.checkpoint(lambda h, _: (f(h), None)), h, None, length=2
+    )[0],
+    "nnx.scan": lambda m, h: nnx.scan(
+        lambda m, h: m(h), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3
+    )(m, h),
+    "nnx.fori": lambda m, h: nnx.fori_loop(0, 3, lambda _, c: (c[0], c[0](c[1])), (m, h))[1],
+    "nnx.while": lambda m, h: nnx.while_loop(
+        lambda c: c[1].sum() > 1e9, lambda c: (c[0], c[0](c[1])), (m, h)
+    )[1],
+    "nnx.cond": lambda m, h: nnx.cond(True, lambda m, h: m(h), lambda m, h: h, m, h),
+    "nnx.switch": lambda m, h: nnx.switch(1, [lambda m, h: h, lambda m, h: m(h)], m, h),
+}
+CARRIES = [(MIXED, F32), (MIXED, BF16), ("c=f16", F32), ("c=f16; Square: c=bf16,o=f32", F32)]
+
+
+@standard_promotion
+@pytest.mark.parametrize(
+    ("loop", "policy", "dtype"), [(loop, *CARRIES[n % 4]) for n, loop in enumerate(LOOPS)]
+)
+def test_loops_and_branches_keep_the_dtype_of_a_carry(loop, policy, dtype, log):
+    def call(model, x):
+        h = LOOPS[loop](model.layer, jnp.ones((2, 4), dtype))
+        LOG.append(h.dtype)
+        return h
+
+    products = products_of(Model(call, layer=Square()), policy, X)
+    assert log[-1] == dtype and products and "float32" not in "".join(products)
+
+
+@standard_promotion
+@pytest.mark.parametrize(("dtype", "cast"), [(F32, True), (F32, False), (BF16, False)])
+def test_stacked_layers_beside_a_float32_argument(dtype, cast):
+    """A mask or a cache in float32 does not widen a carry of another shape."""
+
+    def call(model, x):
+        step = lambda m, h: m(h, jnp.ones(4))  # noqa: E731
+        scan = nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        h = scan(model.layers, jnp.ones((2, 4), dtype))
+        assert h.dtype == dtype
+        return h
+
+    model = Model(call, layers=nnx.vmap(lambda _: Square(cast))(jnp.arange(3)))
+    assert traced(model, MIXED, X) == {LOW}
+
+
+@standard_promotion
+def test_a_rule_mends_a_users_own_loop_of_nnx():
+    model = Model(lambda m, x: LOOPS["scan"](m.layer, x), layer=Square())
+    policy = f"{MIXED}; Square: c=f16,o=f32"
+    with pytest.raises(TypeError, match="equal types"):
+        products_of(model, policy, X)
+    products_of(model, f"{policy}; Square: c=f16,o=bf16", X)
+
+
+# Recurrent cells
+
+CELLS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
+
+
+def cell(name):
+    return getattr(nnx, name)(4, 4, dtype=None, rngs=nnx.Rngs(0))  # that of `SimpleCell` is float32
+
+
+def decode(model, x):
+    """A decoder that reads its own predictions, with a carry that is made inside."""
+
+    def step(state, _):
+        carry, last = state
+        carry, y = model.layer(carry, last)
+        y = model.head(y)
+        return (carry, y), y
+
+    carry = model.layer.initialize_carry(x.shape, nnx.Rngs(0))
+    return jax.lax.scan(step, (carry, jnp.zeros(x.shape)), None, length=3)[1]
+
+
+def reset(model, x):
+    """Episodes end within a sequence, as in reinforcement learning."""
+
+    def step(carry, x):
+        carry = jax.tree.map(lambda h: jnp.where(x[:, :1] > 0, jnp.zeros(h.shape), h), carry)
+        carry, y = model.layer(carry, x)
+        return carry, model.head(y)
+
+    carry = model.layer.initialize_carry(x.shape, nnx.Rngs(0))
+    return jax.lax.scan(step, carry, jnp.stack(3 * [x]))[1]
+
+
+def unrolled(model, x):
+    carry = model.layer.initialize_carry(x.shape, nnx.Rngs(0))
+    for _ in range(3):
+        carry, y = model.layer(carry=carry, inputs=x)
+    return model.head(y)
+
+
+def in_a_layer(model, x):
+    return model.head(nnx.RNN(model.layer)(jnp.stack(3 * [x], 1)))
+
+
+def ragged(model, x):
+    rnn = nnx.RNN(model.layer, return_carry=True, reverse=True, keep_order=True)
+    return rnn(jnp.stack(3 * [x], 1), seq_lengths=jnp.array([2, 3]))[1]
+
+
+def both_ways(model, x):
+    rnn = nnx.Bidirectional(nnx.RNN(model.layer), nnx.RNN(model.layer, time_major=False))
+    return rnn(jnp.stack(3 * [x], 1))
+
+
+@standard_promotion
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("run", [decode, reset, unrolled, in_a_layer, ragged, both_ways])
+def test_cells_multiply_in_16_bits_in_all_loops(run, name):
+    policies = ["c=bf16,o=f32", "c=f16", "c=bf16; {}: c=bf16,o=f32"]
+    policy = policies[(CELLS.index(name) + len(run.__name__)) % 3].format(name)
+    model = Model(run, layer=cell(name), head=linear())
+    low = "float16" if "c=f16" in policy else "bfloat16"
+    assert traced(model, policy, X) == {f"{low}x{low}"}
+    if run is unrolled:
+        both = lambda m: (jmpx.flax.with_policies(m, policy)(X).astype(F32), m(X))  # noqa: E731
+        run, state = pure(both, model)
+        np.testing.assert_allclose(*jax.jit(run)(state), atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_inside_returns_its_carry_as_it_came(name, dtype):
+    """The same numbers as of a view of the cell alone."""
+    model = cell(name)
+    shape = jax.tree.map(jnp.shape, model.initialize_carry(X.shape, nnx.Rngs(0)))
+    carry = jax.tree.map(lambda s: X.astype(dtype), shape, is_leaf=lambda s: s == X.shape)
+    around = Model(lambda m, x: m.layer(carry, x), layer=model)
+
+    def both(around):
+        alone = jmpx.flax.with_policies(around.layer, "c=bf16")(carry, X)
+        return jmpx.flax.with_policies(around, "c=bf16")(X), alone
+
+    run, state = pure(both, around)
+    is_run = (name, dtype) == ("GRUCell", F32)
+    (new, y), alone = (jax.jit if is_run else lambda f: lambda *a: jax.eval_shape(f, *a))(run)(
+        state
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(alone[0])} == {dtype}
+    assert {leaf.dtype for leaf in jax.tree.leaves((new, y, alone[1]))} == {BF16}
+    if is_run:
+        assert_same_bits((jmpx.cast_tree(alone[0], BF16), alone[1]), (new, y))
+
+
+@pytest.mark.thorough
+@pytest.mark.versions
+@standard_promotion
+@pytest.mark.parametrize(("rule", "dtype"), [("", BF16), ("; MultiHeadAttention: full", F32)])
+def test_attention_decodes_with_a_cache_in_its_compute_dtype(rng, rule, dtype):
+    """Flax writes no other dtype to it."""
+    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    attention.init_cache((2, 3, 4), dtype=dtype)
+    model, x = Model(lambda m, x: m.head(m.attention(x)), attention=attention, head=linear()), []
+    for _ in range(3):
+        x.append(normal(rng, 2, 1, 4))
+        y = jmpx.flax.with_policies(model, MIXED + rule)(x[-1])
+    assert attention.cached_key is not None and attention.cached_key.dtype == dtype
+    full = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    expected = model.head(full(x[-1], jnp.concatenate(x, 1)))
+    np.testing.assert_allclose(y, expected, atol=0.03)
