@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's pro
 N, BATCH = 64, 256
 SHAPE = jax.ShapeDtypeStruct
 POLICIES = ["c=f32", "c=bf16,o=f32"]
+EIGHT = SHAPE((8,), "float32")
 ADAM = optax.adam(1e-3)
 CPU = Chip("cpu", "cpu", "cpu", 2**40, layouts="2x4")
 
@@ -61,10 +62,16 @@ def plan(make_step, policies=POLICIES[1:], chip: str | None = "cpu"):
     return jmpx.inspect.plan(make_step, policies, chip=chip)
 
 
+def row_of(step, *arguments):
+    """Returns the plan of a step that has no policy, as a row."""
+    (row,) = plan(lambda policy: (step, arguments)).rows
+    return row
+
+
 def tiny(policy):
     """A step that compiles soonest."""
     dtype = jmpx.get_policy_map(policy).default.compute_dtype
-    return (lambda x: jnp.sin(x.astype(dtype))), (SHAPE((8,), "float32"),)
+    return (lambda x: jnp.sin(x.astype(dtype))), (EIGHT,)
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +210,7 @@ def test_arguments_of_a_shard_map_without_shardings_are_on_all_chips(asked):
         total = lambda w, x: jax.lax.psum(x @ w, "data")  # noqa: E731
         return jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
 
-    (row,) = plan(lambda policy: (step, (SHAPE((N, N), "float32"), SHAPE((64, N), "float32")))).rows
+    row = row_of(step, SHAPE((N, N), "float32"), SHAPE((64, N), "float32"))
     assert (row.chips, row.error) == (8, "") and row.sent
 
 
@@ -237,19 +244,16 @@ def test_keys_and_loss_scales_are_no_arrays_to_refuse(asked):
         grad = scale.scale(x.sum()) + jax.random.normal(key)
         return grad, scale.adjust(jnp.isfinite(grad))
 
-    arguments = (jax.random.key(0), jmpx.DynamicLossScale(), SHAPE((8,), "float32"))
-    assert plan(lambda policy: (step, arguments)).rows[0].error == ""
-    whole = NamedSharding(AbstractMesh((8,), ("data",)), P())
-    jitted = jax.jit(step, in_shardings=whole)
+    assert row_of(step, jax.random.key(0), jmpx.DynamicLossScale(), EIGHT).error == ""
+    jitted = jax.jit(step, in_shardings=NamedSharding(AbstractMesh((8,), ("data",)), P()))
     # JAX 0.7.2 cannot export a sharded key.
-    raw = (jax.random.PRNGKey(0), *arguments[1:])
-    (row,) = plan(lambda policy: (jitted, raw)).rows
+    row = row_of(jitted, jax.random.PRNGKey(0), jmpx.DynamicLossScale(), EIGHT)
     assert (row.chips, row.error) == (8, "")
 
 
 def test_64_bits(asked):
     with enable_x64():
-        (row,) = plan(lambda policy: (jnp.sin, (SHAPE((1024,), "float64"),))).rows
+        row = row_of(jnp.sin, SHAPE((1024,), "float64"))
     assert (row.error, row.peak) == ("", 2 * 8 * 1024)
 
 
@@ -271,14 +275,13 @@ def test_a_program_is_compiled_once(asked, cache, monkeypatch):
 
 
 def test_donation_and_lines_of_code(asked):
-    plan(tiny)
-    plan(lambda policy: (jax.jit(tiny(policy)[0], donate_argnums=0), (SHAPE((8,), "float32"),)))
+    row_of(jnp.sin, EIGHT)
+    row_of(jax.jit(jnp.sin, donate_argnums=0), EIGHT)
     assert len(asked) == 2
-    source = "def step(x):\n    return x * 2"
-    for code in (source, "\n\n" + source):
+    for lines in ("", "\n\n"):
         names = {}
-        exec(code, names)
-        plan(lambda policy, names=names: (names["step"], (SHAPE((8,), "float32"),)))
+        exec(lines + "def step(x):\n    return x * 2", names)
+        row_of(names["step"], EIGHT)
     assert len(asked) == 3
 
 
@@ -297,7 +300,7 @@ def refusing(policy):
             raise NotImplementedError("no float16 here")
         return x * 2
 
-    return step, (SHAPE((8,), "float32"),)
+    return step, (EIGHT,)
 
 
 def test_a_policy_that_cannot_be_traced_is_a_row(asked):
@@ -313,8 +316,7 @@ def test_a_step_that_calls_python_is_a_row(asked):
         jax.debug.print("{}", x[0])
         return x
 
-    (row,) = plan(lambda policy: (step, (SHAPE((8,), "float32"),))).rows
-    assert "calls Python" in row.error
+    assert "calls Python" in row_of(step, EIGHT).error
 
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO
@@ -344,13 +346,6 @@ def test_a_gpu_takes_what_does_not_fit_and_the_row_says_so(asked, monkeypatch):
     assert "  no  " in str(plan(tiny))
 
 
-class Serialized:
-    """A program that `jax.export` has written."""
-
-    def serialize(self):
-        return bytearray(b"program")
-
-
 SCRIPT = """#!{python}
 import json, os, sys
 head, body = sys.stdin.buffer.read().split(b"\\n", 1)
@@ -369,7 +364,7 @@ def test_the_compiler_runs_in_a_process_that_may_die(monkeypatch, tmp_path):
     script.write_text(SCRIPT.format(python=sys.executable))
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    program: Any = Serialized()
+    program: Any = types.SimpleNamespace(serialize=lambda: bytearray(b"program"))
     settings = compiling._asked({"dies": False}, program, CHIPS["v5e"])
     assert settings.pop("PYTHONPATH").split(":") == [each or os.getcwd() for each in sys.path]
     assert [*settings.values()] == ["cpu", "0", "false"]
@@ -385,7 +380,7 @@ def test_a_process_that_died_is_asked_again(asked, monkeypatch):
 
 def test_the_real_process_says_why_there_is_no_compiler():
     pytest.importorskip("flatbuffers")
-    exported = jax.export.export(jax.jit(jnp.sin))(SHAPE((8,), "float32"))
+    exported = jax.export.export(jax.jit(jnp.sin))(EIGHT)
     request = {"topology": {"platform": "nothing"}}
     found = compiling._asked(request, exported, CHIPS["h100"])
     assert list(found) == ["error"] and "Error: " in found["error"] and "nothing" in found["error"]
@@ -414,6 +409,5 @@ def test_the_report(asked, tmp_path):
 
 def test_too_many_chips(asked):
     whole = NamedSharding(AbstractMesh((4096,), ("data",)), P())
-    x = SHAPE((8, 8), "float32", sharding=whole)
-    (row,) = plan(lambda policy: (jnp.sin, (x,))).rows
+    row = row_of(jnp.sin, SHAPE((8, 8), "float32", sharding=whole))
     assert "make the mesh smaller" in row.error

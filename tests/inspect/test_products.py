@@ -7,9 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
 
@@ -150,91 +152,6 @@ def test_products_in_functions_loops_and_branches_count_as_often_as_they_run():
     assert len(report.notes) == 2 and "  2+  " in str(report)
 
 
-# What compilers make of it.
-
-HLO = """HloModule jit_step, is_scheduled=true, num_partitions=1
-
-%gemm (p.0: bf16[2,8,64], p.1: f32[2,64,32]) -> f32[2,8,32] {
-  %p.0 = bf16[2,8,64]{2,1,0} parameter(0)
-  %p.1 = f32[2,64,32]{2,1,0} parameter(1)
-  %low = bf16[2,64,32]{2,1,0} convert(%p.1)
-  ROOT %dot.1 = f32[2,8,32]{2,1,0} dot(%p.0, %low), lhs_batch_dims={0}, \
-lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}, \
-metadata={op_name="jit(step)/net/dot_general" source_file="/home/me/net.py" source_line=7}
-}
-
-ENTRY %main (a: bf16[2,8,64], b: f32[2,64,32]) -> f32[2,8,32] {
-  %a = bf16[2,8,64]{2,1,0} parameter(0), metadata={op_name="params[\\'a\\']"}
-  %b = f32[2,64,32]{2,1,0} parameter(1), metadata={op_name="params[\\'b\\']"}
-  %q = f16[4,128,2,64]{3,2,1,0} constant({...})
-  %k = f16[4,256,2,64]{3,2,1,0} constant({...})
-  %image = f16[2,16,16,8]{3,2,1,0} constant({...})
-  %kernel = f16[32,3,3,8]{3,2,1,0} constant({...})
-  %made = f16[2,8,8,32]{3,2,1,0} constant({...})
-  %eight = f8e4m3fn[16,32]{1,0} constant({...})
-  %other = f8e5m2[32,8]{1,0} constant({...})
-  %triton = f32[2,8,32]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%gemm, \
-backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
-  %low = (bf16[16,8]{1,0}, s8[64]{0}) custom-call(%eight, %other), \
-custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":\
-{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
-"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"precision_config":\
-{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"}}}
-  %full = (f32[2,32,32]{2,1,0}, s8[64]{0}) custom-call(%b, %b), \
-custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
-{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"],\
-"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"precision_config":\
-{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}
-  %forward = (f16[4,128,2,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
-custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": \
-{"intermediate_tensor_shape": {"element_type": "F16", "dimensions": ["4", "2", "128", "256"]}}}
-  %backward = (f16[4,128,2,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
-custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": \
-{"intermediate_tensor_shape": {"element_type": "F16", "dimensions": ["4", "2", "128", "256"]}}}
-  %conv = (f16[2,8,8,32]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel), \
-window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
-custom_call_target="__cudnn$convForward"
-  %inputs = (f16[2,16,16,8]{3,2,1,0}, u8[0]{0}) custom-call(%made, %kernel), \
-window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
-custom_call_target="__cudnn$convBackwardInput"
-  %weights = (f16[32,3,3,8]{3,2,1,0}, u8[0]{0}) custom-call(%image, %made), \
-window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
-custom_call_target="__cudnn$convBackwardFilter"
-  %solved = f32[8,8]{1,0} custom-call(%b), custom_call_target="__cublas$triangularSolve"
-  ROOT %copy = f32[2,8,32]{2,1,0} copy(%triton)
-}
-"""
-TAPS = (8 * 3 - 1) ** 2  # the first of each row and column meets one line of padding
-SCORES = 2 * 4 * 128 * 2 * 64 * 256
-
-
-def test_products_of_cublas_cudnn_and_triton_are_read():
-    found = jmpx.inspect.products(HLO).products
-    half = "f16 x f16 -> f16"
-    assert [(one.kernel, one.kind, one.dtypes, one.flops) for one in found] == [
-        ("__triton_gemm", "dot", "bf16 x bf16 -> f32", 2 * 2 * 8 * 64 * 32),
-        ("__cublas$lt$matmul$f8", "dot", "f8e4m3fn x f8e5m2 -> bf16", 2 * 16 * 32 * 8),
-        ("__cublas$gemm", "dot", "f32 x f32 -> f32, highest", 2 * 2 * 64 * 32 * 32),
-        ("__cudnn$fmhaSoftmax", "attention", half, 2 * SCORES),
-        ("__cudnn$fmhaSoftmaxBackward", "attention", half, 5 * SCORES),
-        ("__cudnn$convForward", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
-        ("__cudnn$convBackwardInput", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
-        ("__cudnn$convBackwardFilter", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
-    ]
-    assert found[0].parameters == ("params['a']", "params['b']")
-    assert found[0].scope == "jit(step)/net/dot_general" and found[0].results == ("output 0",)
-    assert found[0].place is not None and found[0].place[:2] == ("/home/me/net.py", 7)
-
-
-def test_kernels_that_cannot_be_read_are_told():
-    hlo = HLO.replace("__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
-    hlo = hlo.replace("__cudnn$convForward", "__gpu$xla.gpu.triton")
-    report = jmpx.inspect.products(hlo)
-    assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
-    told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
-    assert len(report.products) == 6 and report.notes[0].startswith(told)
-
-
 def test_kernels_of_pallas_are_told():
     from jax.experimental import pallas as pl
 
@@ -245,21 +162,6 @@ def test_kernels_of_pallas_are_told():
     report = read(lambda x: call(x) @ x, f32(128, 128), platform="tpu")
     assert report.counts() == {"f32 x f32 -> f32": 1}
     assert report.notes[0].startswith("1 call of kernels (tpu_custom_call)")
-
-
-def test_a_product_of_a_tpu_counts_no_holes():
-    """A batched product of a TPU is a convolution whose kernel meets one part of its input."""
-    hlo = """HloModule jit_step, is_scheduled=true
-
-ENTRY %main (a: bf16[3,16,32], b: bf16[3,32,8]) -> bf16[3,16,8] {
-  %a = bf16[3,16,32]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %b = bf16[3,32,8]{2,1,0:T(8,128)(2,1)S(1)} parameter(1)
-  ROOT %c = bf16[3,16,8]{2,1,0:T(8,128)(2,1)} convolution(%a, %b), \
-window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf
-}
-"""
-    (one,) = jmpx.inspect.products(hlo).products
-    assert one.dtypes == "bf16 x bf16 -> bf16" and one.flops == 3 * 2 * 16 * 32 * 8
 
 
 # The report.
@@ -290,8 +192,21 @@ def test_what_has_no_products_says_so():
 
 
 def test_steps_of_equinox_and_nnx_are_read():
-    product = lambda x: x @ x  # noqa: E731
-    for jit in (eqx.filter_jit, nnx.jit):
-        step = jit(product).lower(jnp.ones((4, 4)))
-        assert jmpx.inspect.products(step).counts() == {"f32 x f32 -> f32": 1}
-        assert sum(jmpx.inspect.products(step.compile()).counts().values()) == 1
+    """By `collectives`, too."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("data")))
+    linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    grad_fn = eqx.filter_grad(lambda model, x: jnp.sum(jax.vmap(model)(x)))
+    module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    for step in (
+        eqx.filter_jit(grad_fn).lower(linear, x),
+        nnx.jit(lambda model, x: nnx.grad(lambda model: model(x).sum())(model)).lower(module, x),
+    ):
+        assert set(jmpx.inspect.products(step).counts()) == {"f32 x f32 -> f32"}
+        text = str(jmpx.inspect.collectives(step))
+        assert "no collectives\n\nOutside of shard_map" in text
+        step = step.compile()
+        assert set(jmpx.inspect.products(step).counts()) == {"f32 x f32 -> f32"}
+        found = [one for one in jmpx.inspect.collectives(step).collectives if one.bytes == 256]
+        kinds = [(one.kind, one.is_backward, len(one.results)) for one in found]
+        assert kinds == [("all-reduce", True, 1)]
