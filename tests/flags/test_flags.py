@@ -33,24 +33,6 @@ def test_defaults(define):
     assert len(owners) == 6 and set(owners.values()) == {"conftest"}  # which calls
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--mp_policy=bf16-mixed --mp_scale_type=auto", NoOp()),
-        ("--mp_policy=16-mixed --mp_scale_type=auto", Dynamic(2.0**15)),
-        ("--mp_policy=16-mixed --mp_scale_type=NoOp", NoOp()),
-        ("--mp_policy=bf16-mixed --mp_scale_type=Static", Static(2.0**15)),
-        ("--mp_policy=bf16 --mp_scale_type=dynamic --mp_scale_value=64", Dynamic(64)),
-        ("--mp_policy=c=f16,o=f32 --mp_scale_value=256", Dynamic(256.0)),
-        ("--mp_scale_type=Static --mp_scale_value=0.5", Static(0.5)),
-        ("--mp_policy=f16 --mp_scale_value=1e10", Dynamic(np.float32(1e10))),
-    ],
-)
-def test_the_parts_of_the_loss_scale(define, arguments, expected):
-    mp, _ = define(*arguments.split())
-    assert mp.loss_scale() == expected
-
-
 def test_prefix_and_default_policy():
     values = flags.FlagValues()
     student = jmpx.flags.define_mp_flags("student", flag_values=values)
@@ -105,6 +87,9 @@ BAD = [
     ("policy", "", "Empty rule at position 0"),
     ("policy", 16, "--saved_policy=16: Expected a policy map string"),
     ("policy", None, "must have a value"),
+    ("loss_scale", "", "Missing kind at position 0"),
+    ("loss_scale", "dynamic,init=1+1", "got '1+1' at position 13"),
+    ("loss_scale", "auto, max=1, min=2", "max_loss_scale to be at least min"),  # also if none
     ("scale_type", "sometimes", "one of <auto|NoOp|Static|Dynamic>"),
     ("scale_type", None, "must have a value"),
     ("scale_value", "-1", "not a non-negative number"),
@@ -129,7 +114,7 @@ def test_a_bad_value_is_one_sentence_and_changes_nothing(define, saved, name, gi
         refused(lambda: define(f"--mp_{name}={given}"))
     name = f"saved_{name}"
     before = flags.FLAGS.flag_values_dict()
-    override = {"saved_scale_value": "2048", name: given}
+    override = {"saved_policy": "c=f16", name: given}
     refused(flagsaver.flagsaver(**override).__enter__)
     assert flags.FLAGS.flag_values_dict() == before
     with flagsaver.flagsaver():  # absl 2.0 keeps what a validator refuses, 2.5 does not
