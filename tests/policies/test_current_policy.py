@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers import LOG
 
 import jmpx
 import jmpx.equinox
@@ -16,12 +17,11 @@ import jmpx.flax
 import jmpx.haiku
 
 X = jnp.ones(2)
-SEEN = []
 
 
 def note(name):
     policy = jmpx.current_policy()
-    SEEN.append((name, policy and jnp.dtype(policy.compute_dtype).name))
+    LOG.append((name, policy and jnp.dtype(policy.compute_dtype).name))
 
 
 class Leaf:
@@ -125,7 +125,6 @@ ONE_RUN = [
 
 @pytest.fixture(autouse=True)
 def nothing_seen():
-    SEEN.clear()
     assert jmpx.current_policy() is None
     yield
     assert jmpx.current_policy() is None
@@ -149,13 +148,13 @@ TRANSFORMS = {
 @every_framework
 def test_it_is_the_policy_of_the_innermost_running_method(framework, transform):
     TRANSFORMS[transform](lambda x: run(framework, x, ISLAND))
-    assert SEEN and SEEN == ONE_RUN * (len(SEEN) // len(ONE_RUN))
+    assert LOG and LOG == ONE_RUN * (len(LOG) // len(ONE_RUN))
 
 
 @every_framework
 def test_without_policies_there_is_none(framework):
     without_policies(framework)
-    assert {policy for _, policy in SEEN} == {None}
+    assert {policy for _, policy in LOG} == {None}
 
 
 @every_framework
@@ -163,15 +162,15 @@ def test_policies_of_classes_are_answered_too(framework):
     outside = "float32" if framework == "haiku" else None
     with jmpx.push_policy(LEAVES[framework], "f16"):
         run(framework, X, outside and f"c={outside}")
-    leaves = {policy for name, policy in SEEN if name in ("leaf", "method", "private")}
+    leaves = {policy for name, policy in LOG if name in ("leaf", "method", "private")}
     assert leaves == {"float16"}
-    assert {policy for name, policy in SEEN if name in ("before", "after")} == {outside}
+    assert {policy for name, policy in LOG if name in ("before", "after")} == {outside}
 
 
 def test_haikus_own_policies_are_answered_as_ever():
     with hk.mixed_precision.push_policy(HaikuLeaf, jmpx.get_policy("f16")):  # pyright: ignore[reportArgumentType]
         without_policies("haiku")
-    assert dict(SEEN)["leaf"] == "float16" and dict(SEEN)["before"] is None
+    assert dict(LOG)["leaf"] == "float16" and dict(LOG)["before"] is None
 
 
 @every_framework
@@ -183,7 +182,7 @@ def test_it_is_none_after_an_error(framework, monkeypatch):
     monkeypatch.setattr(LEAVES[framework], "_private", fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         run(framework, X, ISLAND)
-    assert SEEN[-1] == ("failing", "float16") and jmpx.current_policy() is None
+    assert LOG[-1] == ("failing", "float16") and jmpx.current_policy() is None
 
 
 @every_framework
@@ -203,7 +202,7 @@ def test_other_threads_have_none(framework):
             return x
 
     jmpx.equinox.with_policies(Asks(), "c=bf16")(X)
-    assert answers == [None] and SEEN[-1] == ("mine", "bfloat16")
+    assert answers == [None] and LOG[-1] == ("mine", "bfloat16")
 
 
 def test_of_nested_frameworks_the_innermost_answers():
@@ -216,7 +215,7 @@ def test_of_nested_frameworks_the_innermost_answers():
             return x
 
     jmpx.equinox.with_policies(Outer(), "c=bf16")(X)
-    answers = [policy for _, policy in SEEN]
+    answers = [policy for _, policy in LOG]
     assert answers == ["bfloat16"] + ["float16"] * 6 + ["bfloat16"] * 7
 
 
@@ -230,7 +229,7 @@ def test_a_linen_context_without_a_policy_answers_none_inside_of_another():
 
     with jmpx.flax.policies("c=bf16"):
         Outer().apply({}, X)
-    assert SEEN == [("outer", "bfloat16"), ("leaf", None)]
+    assert LOG == [("outer", "bfloat16"), ("leaf", None)]
 
 
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit])
@@ -242,7 +241,7 @@ def test_lifted_linen_modules(lift):
 
     with jmpx.flax.policies(ISLAND):
         Outer().apply({}, X)
-    assert set(SEEN) == {("leaf", "float16")}
+    assert set(LOG) == {("leaf", "float16")}
 
 
 def test_linens_setup_and_new_parameters_see_the_policy_that_casts_them():
@@ -258,11 +257,11 @@ def test_linens_setup_and_new_parameters_see_the_policy_that_casts_them():
 
     with jmpx.flax.policies("c=bf16"):
         Sets().init(jax.random.key(0), X)
-    assert set(SEEN) == {("setup", "bfloat16"), ("call", "bfloat16")}
+    assert set(LOG) == {("setup", "bfloat16"), ("call", "bfloat16")}
 
 
 @pytest.mark.parametrize("wrap", [eqx.filter_checkpoint, jax.vmap, eqx.filter_jit])
 def test_equinox_wrappers_of_a_view(wrap):
     view = jmpx.equinox.with_policies(EquinoxNet(EquinoxLeaf(), EquinoxLeaf()), ISLAND)
     wrap(view)(X[None])
-    assert SEEN == ONE_RUN
+    assert LOG == ONE_RUN

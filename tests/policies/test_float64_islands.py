@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, zoo
+from helpers import enable_x64, normal, zoo
+from helpers.shapes import shapes_of
 
 import jmpx
 
@@ -25,15 +26,16 @@ def body(m, x):
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 def test_a_float64_island_in_a_float32_model(framework, rng):
     x = rng.normal(size=(4, 3)).astype(np.float32)
-    net = zoo.build(framework, body, x)
+    shapes, net, whole = shapes_of(framework, body, x)
+    arrays = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), shapes)
     policy = jmpx.get_policy_map(net.words(MAP))
-    leaves = {leaf.shape: leaf for leaf in jax.tree.leaves(net.model) if hasattr(leaf, "shape")}
+    leaves = {leaf.shape: leaf for leaf in jax.tree.leaves(arrays)}
     first = leaves[(2, 3)].T if framework == "equinox" else leaves[(3, 2)]
     first, bias, second = (np.float64(w) for w in (first, leaves[(2,)], leaves[(2, 2)]))
     exact = (np.float64(x) @ first + bias) @ second
 
-    def loss_fn(model, x):
-        y = net.under(policy)(model, x)
+    def loss_fn(arrays, x):
+        y = net.under(policy)(whole(arrays), x)
         assert y.dtype == jnp.float32  # what surrounds the island
         return jnp.sum(y), y
 
@@ -41,7 +43,7 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
         grad_fn = jmpx.filter_value_and_grad(
             loss_fn, jmpx.NoOpLossScale(), has_aux=True, policy=policy
         )
-        (_, y), _, _, grads = jax.jit(lambda x: grad_fn(net.model, x))(x)
+        (_, y), _, _, grads = jax.jit(grad_fn)(arrays, x)
     np.testing.assert_allclose(y, exact, atol=1e-5)
     found = {leaf.shape: np.asarray(leaf) for leaf in jax.tree.leaves(grads)}
     assert {leaf.dtype.name for leaf in found.values()} == {"float32"}

@@ -14,17 +14,10 @@ import jmpx
 
 X3 = "bf16 f32 x3"
 WORDS = {
-    "highest": "HIGHEST",
-    "HIGHEST": "HIGHEST",
-    " float32 ": "HIGHEST",
-    "High": "HIGH",
-    "tensorfloat32": "HIGH",
-    "default": "DEFAULT",
-    "bfloat16": "DEFAULT",
-    "BF16_BF16_F32_X3": X3,
-    "bf16_bf16_f32_x3": X3,
-    None: "HIGH",  # what surrounds holds
-}
+    "highest": "HIGHEST", "HIGHEST": "HIGHEST", " float32 ": "HIGHEST",
+    "High": "HIGH", "tensorfloat32": "HIGH", "default": "DEFAULT", "bfloat16": "DEFAULT",
+    "BF16_BF16_F32_X3": X3, "bf16_bf16_f32_x3": X3, None: "HIGH",  # what surrounds holds
+}  # fmt: skip
 
 
 def dot(x, w):

@@ -128,7 +128,7 @@ def test_what_yaml_makes_of_numbers():
 
 
 @given(policy_maps(), st.sampled_from(sorted(LIBRARIES)))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_policy_maps_come_back_from_dicts(policy_map, library):
     plain = policy_map.to_dict()
     assert json.loads(json.dumps(plain)) == plain

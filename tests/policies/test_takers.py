@@ -13,6 +13,7 @@ import pytest
 from absl import flags
 from flax import nnx
 from helpers import zoo
+from helpers.shapes import shapes_of
 
 import jmpx
 import jmpx.equinox
@@ -27,16 +28,7 @@ every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 
 @functools.cache
 def mlp(framework):
-    """Returns a model, what makes it of arrays, and their shapes: no parameter is drawn."""
-    made = []
-
-    def make():
-        net = zoo.build(framework, zoo.mlp, X)
-        graph, arrays = nnx.split(net.model) if framework == "nnx" else (None, net.model)
-        made.extend([net, lambda model: model if graph is None else nnx.merge(graph, model)])
-        return arrays
-
-    return jax.eval_shape(make), *made
+    return shapes_of(framework, zoo.mlp, X)
 
 
 def run(framework, policy):
