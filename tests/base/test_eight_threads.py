@@ -10,6 +10,7 @@ filters of warnings are as they were.
 """
 
 import contextlib
+import itertools
 import sys
 import threading
 import warnings
@@ -70,19 +71,12 @@ def switching_every(seconds):
 # Modules whose results show how they were traced.
 
 
-class Log(threading.local):
-    """The policies that were current in the calls of modules that this thread traced."""
-
-    def __init__(self) -> None:
-        self.current: list[str] = []
-
-
-_log = Log()
+_log = threading.local()  # the policies that were current in the calls that this thread traced
 
 
 def traced_with(x: Any, w: Any) -> tuple[Any, Any]:
     """Returns a floating result, and an integer that encodes the dtypes and the precision."""
-    _log.current.append(str(jmpx.current_policy()))
+    getattr(_log, "current", []).append(str(jmpx.current_policy()))
     config: Any = jax.config
     code = DTYPES.index(x.dtype.name) + 3 * DTYPES.index(w.dtype.name)
     code += 9 * MATMULS.index(config.jax_default_matmul_precision)
@@ -163,33 +157,36 @@ ALL = [Wanted(c, o, matmul) for matmul in MATMULS for o in DTYPES for c in DTYPE
 class Thread:
     """One thread, its policies and what went wrong in it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.own = [ALL[(number + 9 * i) % len(ALL)] for i in range(3)]  # attached, pushed, a map
-        self.failures: list[str] = []
-        self.checks = 0
+        self.failures, self.checks = [], 0
 
-    def check(self, what: str, wanted: object, seen: object) -> None:
+    def check(self, what, wanted, seen):
         self.checks += 1
         if wanted != seen and len(self.failures) < 10:
             self.failures.append(f"{what}: wanted {wanted}, saw {seen}")
 
-    def call(self, name: str, mode: str, x: Any, text: str | None) -> tuple[str, int]:
+    def check_classes(self, what, wanted):
+        for cls in CLASSES:
+            policy = jmpx.policy_of(cls)
+            self.check(f"policy_of {what}", wanted, None if policy is None else str(policy))
+
+    def call(self, name, mode, x, text):
         """Returns what a call was traced with: the dtype of its result, and its code."""
-        _log.current.clear()
+        _log.current = []
         y, code = (EAGER if mode == "eager" else JITTED)[name](x, text)
         return y.dtype.name, int(code)
 
-    def modules(self, mode: str, x: Any, by_class: Wanted, by_map: Wanted) -> None:
+    def modules(self, mode, x, wanted):
         """Calls each framework under the policies of classes, and under those of a map."""
-        for name in MODULES:
-            for wanted, text in ((by_class, None), (by_map, str(by_map))):
-                with OPENED[name](text) if name in OPENED else contextlib.nullcontext():
-                    seen = self.call(name, mode, x, None if name in OPENED else text)
-                what, current = f"{name}, {mode}, map {text}", {*_log.current}
-                self.check(what, (wanted.output, wanted.code), seen)
-                self.check(f"{what}, current policy", {str(wanted)} & current, current)
+        for name, text in itertools.product(MODULES, (None, str(wanted))):
+            with OPENED[name](text) if name in OPENED else contextlib.nullcontext():
+                seen = self.call(name, mode, x, None if name in OPENED else text)
+            what, current = f"{name}, {mode}, map {text}", {*_log.current}
+            self.check(what, (wanted.output, wanted.code), seen)
+            self.check(f"{what}, current policy", {str(wanted)} & current, current)
 
-    def functions(self, mode: str, x: Any, wanted: Wanted) -> None:
+    def functions(self, mode, x, wanted):
         """Calls the gradient function, whose results are widened to the output, and autocast."""
         compute, output = (jnp.dtype(name) for name in (wanted.compute, wanted.output))
         widened = output if output.itemsize > compute.itemsize else compute
@@ -198,28 +195,26 @@ class Thread:
         dtype, _ = self.call("autocast", mode, x, str(wanted))
         self.check(f"autocast, {mode}", wanted.compute, dtype)
 
-    def round(self, number: int) -> None:
+    def round(self, number):
         attached, pushed, mapped = self.own
         mode = ("eager", "jitted")[number % 2] if number % COMPILE_EVERY else "compiling"
         size = 2 if mode != "compiling" else 3 + number  # a shape that is new to all threads
         x = jnp.ones((size, 2), jnp.float32)
-        self.modules(mode, x, attached, attached)
+        self.modules(mode, x, attached)
         with contextlib.ExitStack() as stack:
             for cls in CLASSES:
                 stack.enter_context(jmpx.push_policy(cls, str(pushed)))
-            for cls in CLASSES:
-                self.check("policy_of, pushed", str(pushed), str(jmpx.policy_of(cls)))
-            self.modules(mode, x, pushed, pushed)
+            self.check_classes("pushed", str(pushed))
+            self.modules(mode, x, pushed)
         self.functions(mode, x, mapped)
-        for cls in CLASSES:
-            self.check("policy_of", str(attached), str(jmpx.policy_of(cls)))
+        self.check_classes("attached", str(attached))
         for text in map(str, self.own):
             self.check("get_policy", text, str(jmpx.get_policy(text)))
 
-    def run(self, rounds: int, barrier: threading.Barrier) -> None:
+    def run(self, rounds, barrier):
         try:
+            self.check_classes("at the start", None)
             for cls in CLASSES:
-                self.check("policy_of, at the start", None, jmpx.policy_of(cls))
                 jmpx.set_policy(cls, str(self.own[0]))
             for number in range(rounds):
                 barrier.wait()
@@ -228,15 +223,12 @@ class Thread:
             self.failures.append(f"{type(error).__name__}: {error}")
             barrier.abort()
 
-    def fresh(self) -> None:
+    def fresh(self):
         """Checks that there are no policies, also in functions that other threads have compiled."""
-        for cls in CLASSES:
-            self.check("a fresh thread's policy_of", None, jmpx.policy_of(cls))
+        self.check_classes("fresh", None)
         self.check("a fresh thread's current_policy", None, jmpx.current_policy())
-        for name in MODULES:
-            for mode in ("eager", "jitted"):
-                seen = self.call(name, mode, X, None)
-                self.check(f"a fresh thread's {name}", ("float32", 0), seen)
+        for name, mode in itertools.product(MODULES, ("eager", "jitted")):
+            self.check(f"a fresh {name}", ("float32", 0), self.call(name, mode, X, None))
 
 
 def run_all(rounds: int, threads: int = THREADS) -> tuple[int, list[str]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,16 @@ import jmpx
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 
 
-class Box:
-    """A pytree of a class of the user's own."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scale:
+    """A pytree of a class of the user's own, and callable, as the modules of Equinox are."""
 
-    def __init__(self, content):
-        self.content = content
+    weight: Any
 
+    def __call__(self, x):
+        return x * self.weight  # strict promotion: an error unless both dtypes agree
 
-jax.tree_util.register_pytree_node(
-    Box, lambda box: ((box.content,), None), lambda _, children: Box(children[0])
-)
 
 UNTOUCHED = {
     "integers": jnp.arange(3),
@@ -68,15 +69,15 @@ def test_cast_tree_casts_every_kind_of_floating_array(kind, rng):
     for source, target in [(s, t) for s in FLOATS for t in FLOATS]:
         array = rng.normal(size=4).astype(source)
         leaf = KINDS[kind](array)
-        box = jmpx.cast_tree(Box([leaf, (leaf,)]), target)
-        cast = box.content[0]
+        box = jmpx.cast_tree(Scale([leaf, (leaf,)]), target)
+        cast = box.weight[0]
         assert cast.dtype == target and cast.shape == leaf.shape
         assert isinstance(cast, type(leaf) if kind != "numpy scalar" else np.generic)
         assert (cast is leaf) == (source == target)
         if kind != "structure":
             expected = KINDS[kind](array.astype(target))
             np.testing.assert_array_equal(np.asarray(cast), expected)
-            np.testing.assert_array_equal(np.asarray(box.content[1][0]), expected)
+            np.testing.assert_array_equal(np.asarray(box.weight[1][0]), expected)
 
 
 def test_cast_of_a_structure_keeps_its_sharding():
@@ -205,17 +206,6 @@ def test_force_full_precision_as_decorator_and_under_transformations(rng):
     np.testing.assert_array_equal(y, expected)
     grad = jax.jit(jax.grad(lambda x: softmax(x)[0, 0].astype(jnp.float32)))(x)
     assert grad.dtype == jnp.bfloat16 and bool(jnp.isfinite(grad).all())
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Scale:
-    """A callable pytree, as the modules of Equinox are."""
-
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x * self.weight  # strict promotion: an error unless both dtypes agree
 
 
 def test_a_callable_pytree_is_cast_with_its_arguments(rng):
