@@ -1,13 +1,9 @@
 """Gradients of groups of examples, and the float64 gradients of the whole batch."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-import jmpx
-import jmpx.mpx as mpx
 from helpers import enable_x64
 from helpers.training import loss_fn
 
@@ -21,22 +17,6 @@ def make_mesh(*sizes, names=("data", "model"), axis_type=AxisType.Auto):
 
 def over(devices):
     return NamedSharding(make_mesh(devices), P("data"))
-
-
-def value_and_grad(
-    loss: Any = loss_fn, devices=8, scaling: Any = None, batch: Any = None, **options: Any
-) -> Any:
-    """Gradients of groups; `batch` holds arguments of `jmpx.Batch` in place of those of here."""
-    batch = jmpx.Batch(**{"sharding": over(devices), **(batch or {})})
-    scaling = jmpx.NoOpLossScale() if scaling is None else scaling
-    options = {"policy": "c=f32", "batch": batch, **options}
-    return mpx.filter_value_and_grad(loss, scaling, **options)
-
-
-def jitted(*args: Any, **options: Any) -> Any:
-    """The same function under `jax.jit`, for results that are arrays."""
-    grad_fn = value_and_grad(*args, **options)
-    return jax.jit(lambda *args, **kwargs: grad_fn(*args, **kwargs))
 
 
 def in_float64(params, *args, loss=loss_fn):

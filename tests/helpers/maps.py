@@ -1,5 +1,7 @@
 """A function over four devices, in each of the ways in which JAX maps one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ def mesh_of(*sizes, names=(AXIS,)):
     return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), names)
 
 
-def mapped(run, how, in_axes=0, *, names=AXIS, devices=DEVICES):
+def mapped(run, how, in_axes: Any = 0, *, names=AXIS, devices=DEVICES):
     """Maps `run` over the first axes of its arguments, and stacks its results.
 
     Args:

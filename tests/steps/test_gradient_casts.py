@@ -42,7 +42,7 @@ def net_of(framework, body=one_layer):
     return zoo.build(framework, body, X)
 
 
-def inside(name):
+def inside(name) -> tuple[Any, Any]:
     """Returns a loss that casts by a map of its own, and its parameters: the weight is ROUNDED."""
     if name == "autocast":
         multiply = lambda w, x: x[:1, :1].astype(w.dtype) @ w  # noqa: E731
@@ -85,7 +85,8 @@ def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, pol
     assert value == 1  # the weight is rounded, though its module runs in float32
     with one_warning(NAMES[name]):
         jmpx.filter_grad(loss, SCALE, policy=policy)(model, X)
-    for options in ({"policy": "full"}, remedy):
+    remedies: list[Any] = [{"policy": "full"}, remedy]
+    for options in remedies:
         value, *_ = mpx.filter_value_and_grad(loss, SCALE, **options)(model, X)
         assert value == np.float32(ROUNDED)
 
@@ -161,12 +162,13 @@ def test_what_rounds_nothing_warns_of_nothing():
     half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
     jmpx.filter_grad(loss, SCALE, policy="c=bf16")(half, X.astype(jnp.bfloat16))
     plain = lambda model, x: model(x).sum()  # noqa: E731
-    for other in (
+    others: list[Any] = [
         jmpx.force_full_precision(plain),
         mpx.cast_function(plain, F32),
         lambda *args: plain(*jmpx.cast_to_full(args)),
         lambda model, x: plain(jmpx.equinox.with_policies(model), x),  # no policy at all
-    ):
+    ]
+    for other in others:
         jmpx.filter_grad(other, SCALE)(model, X)
 
 
@@ -207,16 +209,6 @@ def test_arguments_are_left_uncast():
         *_, grads = grad_fn(*[ones] * count, **dict.fromkeys(keywords, ones))
         assert grads.dtype == np.float32
         assert {name for name, dtype in seen.items() if dtype == "float32"} == expected, options
-
-
-def test_a_target_of_1e5_survives_float16():
-    def loss(w, x, y):
-        return ((x * w).astype(F32) - y.astype(F32)).sum()
-
-    args = jnp.ones(()), jnp.ones(1), jnp.full(1, 1e5)
-    value, *_ = jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16", uncast=2)(*args)
-    assert value == 1 - 1e5
-    assert not np.isfinite(jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16")(*args)[0])
 
 
 def test_callables_without_a_signature_name_what_is_passed():
@@ -262,7 +254,7 @@ def plain_loss(params, x):
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
 
 
-def case_of(name):
+def case_of(name) -> tuple[Any, Any, Any, str]:
     """Returns a loss, the same that applies a map by hand, the parameters, and the map."""
     if name == "autocast":
         rules = "c=bf16; op.tanh: f32"
@@ -293,27 +285,20 @@ def test_a_map_runs_the_program_that_applies_it_by_hand(name):
         assert program_of(name, by_hand, policy) == text
 
 
-HK_STORE: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
-
-
-@pytest.mark.parametrize("how", ["jmpx.push_policy", "hk.mixed_precision.set_policy"])
-def test_class_policies_of_haiku_cast(how):
+def test_class_policies_of_haiku_cast():
     transformed = hk.transform(lambda x: hk.Linear(1, with_bias=False)(x))
+    params = {"linear": {"w": jnp.ones((3, 1))}}
 
     def loss(params, x):
         y = transformed.apply(params, None, x)
         assert y.dtype == jnp.bfloat16
         return y.astype(F32).sum()
 
-    with contextlib.ExitStack() as stack:
-        if how == "jmpx.push_policy":
-            stack.enter_context(jmpx.push_policy(hk.Linear, "c=bf16"))
-        else:
-            HK_STORE.set_policy(hk.Linear, jmpx.get_policy("c=bf16"))
-            stack.callback(jmpx.clear_policy, hk.Linear)
-        params = {"linear": {"w": jnp.ones((3, 1))}}
-        for each in (loss, jax.jit(loss)):
-            jmpx.filter_grad(each, NO_SCALE, policy="c=f32; Second?: f32")(params, X)
+    store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
+    for push in (jmpx.push_policy, store.push_policy):
+        with push(hk.Linear, jmpx.get_policy("c=bf16")):
+            for each in (loss, jax.jit(loss)):
+                jmpx.filter_grad(each, NO_SCALE, policy="c=f32; Second?: f32")(params, X)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +424,6 @@ MAPPINGS = {
         "policy": {"compute": "half"},
         "rules": [{"select": "Linear", "compute": "full"}],
     },
-    "c=bf16; Linear: half": {"policy": "c=bf16", "rules": ["Linear: half"]},
 }
 
 

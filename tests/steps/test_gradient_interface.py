@@ -154,21 +154,6 @@ def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng
     assert_same_bits(jax.tree.map(lambda leaf: leaf, result), result)
 
 
-def test_a_scan_carries_them(rng):
-    params, x = make_problem(rng)
-
-    def body(last, x):
-        new = jmpx.filter_value_and_grad(loss_fn, last.scaling)(params, x)
-        return new, new.value
-
-    scaling = jmpx.DynamicLossScale(2.0**10, period=1)
-    first = jmpx.filter_value_and_grad(loss_fn, scaling)(params, x)
-    last, values = jax.lax.scan(body, first, jnp.stack([x] * 3))
-    assert type(last) is ValueAndGradients
-    assert last.scaling.loss_scale == first.scaling.loss_scale * 2**3
-    assert values.shape == (3,)
-
-
 def test_a_prefix_of_one_is_made_by_its_class(rng):
     params, x = make_problem(rng)
     scaling, options = jmpx.DynamicLossScale(2.0**10), {"policy": "full", "over": jmpx.Over(AXIS)}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import apply_updates, assert_same_bits, dtypes, lenient, normal, warns_once
 from helpers.maps import mesh_of
 from jax.sharding import PartitionSpec as P
@@ -25,13 +24,14 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "bf16 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "float32 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.float32),
     # These widen their state at the first step.
     "hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
     "prodigy": optax.contrib.prodigy,
     "dog": optax.contrib.dog,
     "nested": lambda: optax.chain(optax.clip(1.0), optax.contrib.dog()),
 }
-WIDENING = list(OPTIMIZERS)[4:]
+WIDENING = list(OPTIMIZERS)[5:]
 
 
 def make_optimizer(name):
@@ -97,7 +97,7 @@ def assert_near(got, expected, factor, is_exact=False):
         ("adamw", "plain", "where", np.nan, True),
         ("bf16 moment", "plain", "cond", -np.inf, False),
         ("sgd", "counting", "cond", np.inf, True),
-        ("hyperparams", "plain", "cond", np.inf, True),
+        ("float32 moment", "plain", None, np.nan, True),
         ("hyperparams", "wrapped", "where", np.inf, True),
         ("prodigy", "plain", "cond", np.nan, True),
         ("dog", "plain", "cond", np.inf, True),
@@ -112,10 +112,15 @@ def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, j
     step = run(lambda *args, step=step: step(*args, jmpx.all_finite(args[2])))
     by_hand, apply = run(plain.update), run(apply_updates)
     state, plain_state = optimizer.init(params), plain.init(params)
-    for finite in (False, True, False, True):
+    total = row = 0
+    for finite in (False, True, False, False, True):
         grads = like(params, rng, None if finite else bad)
         new, state = step(params, state, grads)
         inner = state if way == "plain" else state.inner_state
+        total, row = total + (not finite), (row + 1) * (not finite)
+        if way != "plain":
+            assert (state.total_skipped, state.consecutive_skipped) == (total, row)
+            assert bool(state.grads_finite) == finite
         updates, after = by_hand(grads, plain_state, params)
         assert dtypes(inner) == dtypes(after) and dtypes(new) == dtypes(params)
         if finite:
@@ -141,58 +146,16 @@ def test_these_optimizers_widen_their_state_at_the_first_step(rng):
     assert widened >= {*WIDENING} - {"hyperparams"}
 
 
-def test_a_widened_state_is_carried_by_a_scan(rng):
-    # From the second step on: optax's own first step does not fit into a scan either.
-    params, flags = make_params(rng), jnp.array([True, False, True])
-    optimizer, step = make_step("plain", None, make_optimizer("dog"))
-    grads = like(params, rng)
-    run = jax.jit(lambda carry, finite: step(*carry, grads, finite))
-    first = run((params, optimizer.init(params)), jnp.array(True))
-    body = lambda carry, finite: (step(*carry, grads, finite), None)  # noqa: E731
-    scanned, _ = jax.jit(lambda carry: jax.lax.scan(body, carry, flags))(first)
-    for finite in flags:
-        first = run(first, finite)
-    assert dtypes(scanned) == dtypes(first)
-    np.testing.assert_allclose(scanned[0]["w"], first[0]["w"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "skip"), [("adamw", False, "where"), ("bf16 moment", True, "cond")]
-)
-def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
-    params, plain = make_params(rng), make_optimizer(name)
-    plain_state = plain.init(params)
-    optimizer = jmpx.skip_nonfinite(plain, skip_by=skip)
+@pytest.mark.parametrize("skip", ["where", "cond"])
+def test_skip_nonfinite_checks_gradients_and_its_updates_are_negative_zeros(skip, rng):
+    optimizer, params = jmpx.skip_nonfinite(make_optimizer("adamw"), skip_by=skip), make_params(rng)
     state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, state, grads):
-        extra = {"grads_finite": jmpx.all_finite(grads)} if given else {}
-        updates, state = optimizer.update(grads, state, params, **extra)
-        return updates, apply_updates(params, updates), state
-
-    total = consecutive = 0
-    update = jax.jit(plain.update)
-    for skipped in (True, False, True, True, False):
-        grads = like(params, rng, np.inf if skipped else None)
-        before = params, state.inner_state
-        updates, params, state = step(params, state, grads)
-        total, consecutive = total + skipped, (consecutive + 1) * skipped
-        assert (state.total_skipped, state.consecutive_skipped) == (total, consecutive)
-        assert bool(state.grads_finite) != skipped
-        if skipped:
-            assert_same_bits((params, state.inner_state), before)
-            for leaf in jax.tree.leaves(updates):
-                assert (leaf == 0).all() and np.signbit(np.asarray(leaf, np.float32)).all()
-        else:
-            # Steps and schedules count the steps taken, not those skipped.
-            _, plain_state = update(grads, plain_state, before[0])
-    assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain_state)
-    for a, b in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(plain_state), strict=True):
-        if jnp.issubdtype(a.dtype, jnp.integer):
-            assert a == b == total - 1 == 2
+    updates, new = jax.jit(optimizer.update)(like(params, rng, np.inf), state, params)
+    assert_same_bits(new.inner_state, state.inner_state)
+    assert_same_bits(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
+    assert_same_bits(apply_updates(params, updates), params)
     # The state is found by optax.
-    assert optax.tree_utils.tree_get(state, "total_skipped") == total
+    assert optax.tree_utils.tree_get(new, "total_skipped") == 1
 
 
 def test_skip_nonfinite_takes_the_flag_that_it_is_given(rng):
@@ -229,22 +192,13 @@ def wrapped_by_lambdas(optimizer):
     )
 
 
-def wrapped_by_functools(optimizer):
-    @functools.wraps(optimizer.update)
-    def update(*args, **options):
-        return optimizer.update(*args, **options)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
 @pytest.mark.parametrize(
     ("wrap", "way", "skip", "limit"),
     [
         (lambda optimizer: optimizer, "counting", "where", 4),
         (wrapped_by_lambdas, "wrapped", "cond", 1),
         (wrapped_by_lambdas, "counting", "where", 2),
-        (wrapped_by_functools, "counting", "cond", 1),
-        (optax.with_extra_args_support, "wrapped", "where", 2),
+        (optax.with_extra_args_support, "counting", "cond", 2),
     ],
 )
 def test_check_progress_raises_whatever_wraps_the_optimizer(wrap, way, skip, limit, rng):
@@ -324,26 +278,6 @@ def test_updates_work_on_numpy_parameters(wrap, rng):
     state = optimizer.init(params)
     new, _ = jmpx.optimizer_update(params, optimizer, state, params, np.bool_(True))
     np.testing.assert_allclose(new["w"], params["w"] / 2)
-
-
-TRUE_BFLOAT16 = {
-    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), jnp.bfloat16),
-    "hyperparams": (OPTIMIZERS["hyperparams"], jnp.float32),
-    "float32 moment": (lambda: optax.adam(1e-2, mu_dtype=jnp.float32), jnp.bfloat16),
-    "float32 sum": (lambda: optax.MultiSteps(optax.sgd(0.1), 2), jnp.float32),
-}
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", TRUE_BFLOAT16)
-def test_parameters_of_16_bits_keep_their_dtype(name, rng):
-    make, gradients = TRUE_BFLOAT16[name]
-    optimizer, params = make(), jmpx.cast_tree(make_params(rng), jnp.bfloat16)
-    state = optimizer.init(params)
-    for _ in range(2):
-        grads = jmpx.cast_tree(like(params, rng), gradients)
-        params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
-    assert {leaf.dtype.name for leaf in params.values()} == {"bfloat16"}
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -498,10 +432,9 @@ def test_a_view_that_reaches_an_optimizer_is_told(rng):
     step(model, state, normal(rng, 4, 2))
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize("model", [{"w": np.ones(2, np.float32), "f": None}, [np.ones(2)]])
-def test_swapped_arguments_are_a_sentence(model, momentum):
-    optimizer = optax.sgd(0.1, momentum)
+def test_swapped_arguments_are_a_sentence(model):
+    optimizer = optax.sgd(0.1, 0.9)
     state = optimizer.init(model)
     right = [model, optimizer, state, model, True]
     jmpx.optimizer_update(*right[:4], True)
@@ -521,10 +454,8 @@ def test_swapped_arguments_are_a_sentence(model, momentum):
 HIDING = {
     "chain": (lambda inner: optax.chain(optax.clip(1.0), inner), jnp.array(True)),
     "MultiSteps": (lambda inner: optax.MultiSteps(inner, 2), False),
-    "MultiSteps as a transformation": (
-        lambda inner: optax.MultiSteps(
-            optax.chain(optax.clip(1.0), inner), 2
-        ).gradient_transformation(),
+    "its transformation": (
+        lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
         np.bool_(True),
     ),
 }
@@ -543,23 +474,3 @@ def test_a_hidden_skip_nonfinite_is_warned_of(name, rng):
         new, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
         assert_same_bits(new, params)
         assert state[1].total_skipped == 1
-
-
-def test_an_optimizer_of_nnx_is_refused_with_what_to_pass():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    grads = nnx.state(model, nnx.Param)
-    for state in (None, optimizer, optimizer.opt_state):
-        with pytest.raises(TypeError, match=r"got flax\.nnx.*Optimizer: pass .*optimizer\.tx"):
-            jmpx.optimizer_update(model, optimizer, state, grads, True)
-
-
-@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
-def test_the_state_of_the_optimizer_inside_is_refused(inner):
-    params, optimizer = {"w": jnp.ones(2)}, jmpx.skip_nonfinite(inner)
-    for call in (
-        lambda state, finite: optimizer.update(params, state, params),
-        lambda state, finite: jmpx.optimizer_update(params, optimizer, state, params, finite),
-    ):
-        with pytest.raises(TypeError, match=r"got a tuple: make it by the init of the wrapped"):
-            jax.jit(call)(inner.init(params), jnp.array(True))
