@@ -325,6 +325,7 @@ def by_path(report):
     return rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 def test_a_model_has_a_row_for_each_module(framework):
     net = outlined(framework, zoo.nested, jnp.ones((2, 3)))

@@ -108,6 +108,7 @@ def test_the_reports_of_the_page_of_audits_are_real(reports):
         assert parts(text) == parts(expected)
 
 
+@pytest.mark.thorough
 def test_the_test_of_the_page_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
     (block,) = (block for block in blocks("audit.md", "python") if "def test_precision" in block)
     code = re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import BF16, F16, F32, normal, zoo
 from helpers.findings_of import found, line_of, shape
-from helpers.planted_layer import FRAMEWORKS, planted
+from helpers.planted_layer import planted
 from jax import lax
 
 import jmpx
@@ -49,8 +49,8 @@ def test_a_model_in_float32_has_one_finding(framework, platform, inside):
     assert not of_model(framework, f"c=f32,{rule}", platform)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("framework", ["haiku", "linen", "equinox"])
 def test_a_rule_for_float32_asks_for_what_it_does_not_get(framework):
     policy = f"{HALF}; */plant: c=f32"
     (finding,) = of_model(framework, policy, "tpu")
@@ -234,10 +234,7 @@ def error(grads, exact):
 
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "road, dtype",
-    [("haiku", BF16), ("linen", F16), ("nnx", BF16), ("autocast", F16), ("equinox", BF16)],
-)
+@pytest.mark.parametrize("road, dtype", [("haiku", BF16), ("autocast", F16), ("nnx", F16)])
 def test_the_rule_mends_the_gradient_of_a_close_teacher(road, dtype, rng):
     """The gradient is a difference of probabilities; both factors of its products are exact."""
     w, x, teacher = near_teacher(rng, dtype)

@@ -289,14 +289,14 @@ def transformer(cls, dtype, **options):
     return model.loss, *shapes((model.init(rng), *model.batch(rng, *batch)), dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "cls, dtype, policy",
     [
         (ViT, BF16, None),  # cast by hand
         (ViT, F32, None),
-        (Transformer, F32, "c=bf16; op.scan: bf16"),
         (Transformer, BF16, None),
+        (Transformer, F32, "c=bf16; op.scan: bf16"),
         (ViT, F32, "c=f16"),
     ],
 )
@@ -308,6 +308,7 @@ def test_transformers_of_16_bits_have_rounded_logits_alone(cls, dtype, policy):
     assert [each.name for each in findings] == ["rounded-logits"] * is_low
 
 
+@pytest.mark.thorough
 def test_autocast_carries_float32_unless_told():
     loss, *args = transformer(ViT, F32, scanned=True)
     logits, finding = found(jmpx.autocast(loss), *args)
