@@ -124,7 +124,10 @@ def test_losses_of_probabilities_and_their_gradients(name):
 
 @pytest.mark.parametrize(
     "f, policy",
-    [(jax.nn.sigmoid, "c=f16"), (lax.erfc, "c=bf16")],
+    [
+        (jax.nn.sigmoid, "c=f16"),
+        pytest.param(lax.erfc, "c=bf16", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_loss_outside_of_autocast(f, policy):
     x, h = activation(LOGITS / 2)
@@ -283,7 +286,7 @@ def test_comparisons_round_neither_side(rng, policy):
         compare = {name: getattr(jnp, function) for name, function in COMPARISONS.items()}
         both = {name: (c(h(x)[0], traced), c(traced, h(x)[0])) for name, c in compare.items()}
         constants = {
-            name: jnp.stack([c(h(x)[0, i], float(side)) for i, side in enumerate(sides)])
+            name: jnp.stack([c(h(x)[0, i], float(side)) for i, side in enumerate(sides[:2])])
             for name, c in compare.items()
         }
         return both, constants
@@ -293,7 +296,7 @@ def test_comparisons_round_neither_side(rng, policy):
         compare = getattr(np, function)
         np.testing.assert_array_equal(both[name][0], compare(numbers, sides))
         np.testing.assert_array_equal(both[name][1], compare(sides, numbers))
-        np.testing.assert_array_equal(constants[name], compare(numbers, sides))
+        np.testing.assert_array_equal(constants[name], compare(numbers, sides)[:2])
         assert operand_dtypes(name, jmpx.autocast(f, policy), x, sides) == {F32}
 
 
@@ -306,7 +309,6 @@ def test_draws_with_probability_one_are_true():
 
 CHOICES = {
     "minimum": lambda h, p: jnp.minimum(p, h),
-    "of a row": lambda h, p: jnp.maximum(h, p[0]),
     "scatter_max": lambda h, p: h.at[np.array([2, 0])].max(p[:2]),
     "reduce": lambda h, p: jnp.max(h * p, 0),
     "ties": lambda h, p: jnp.maximum(h, jnp.where(p > 0, h, p)),

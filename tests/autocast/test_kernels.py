@@ -146,7 +146,7 @@ def runs_of(fn, *args):
     return results, len(runs)
 
 
-@pytest.mark.parametrize("name", rows(CASES, "of integers and a key", "nested"))
+@pytest.mark.parametrize("name", rows(CASES, "of integers and a key"))
 def test_the_forward_pass_runs_once(rng, name):
     fn, times = CASES[name]
     args = normal(rng, 4, 4), normal(rng, 4, 4) / 2

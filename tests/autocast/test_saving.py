@@ -386,7 +386,7 @@ ATTENTIONS = {
 
 @pytest.mark.parametrize("name", rows(ATTENTIONS, "jitted parts"))
 def test_products_of_attention_are_made_again_unless_they_are_saved(name, rng):
-    x, weights = normal(rng, 2, 3, 4), [normal(rng, 4, 4, 4) / 2 for _ in range(2)]
+    x, weights = normal(rng, 2, 3, 4), [normal(rng, 4, 4, 4) / 2]
 
     def model(weights):
         return functools.reduce(ATTENTIONS[name], weights, x)
@@ -413,7 +413,9 @@ def test_a_gradient_inside(pair):
         assert "remat2" not in found
 
 
-@pytest.mark.parametrize("ordered, wrap", [(True, lambda f: f), (False, jax.jit)])
+@pytest.mark.parametrize(
+    "ordered, wrap", [(True, jax.jit), pytest.param(False, lambda f: f, marks=pytest.mark.thorough)]
+)
 def test_effects_happen_once_and_in_order(pair, log, ordered, wrap):
     x, w = pair
 

@@ -116,19 +116,22 @@ class Local(eqx.Module):
     def __call__(self, x):
         return self.linear(x)
 
+    def encode(self, x):
+        return self.linear(x)
+
     @eqx.filter_jit
     def jitted(self, x):
-        return self(x)
+        return self.encode(x)
 
 
 @pytest.mark.parametrize(
     "of",
     [
-        lambda m: m.__call__,
+        lambda m: m.encode,
         lambda m: m.jitted,
-        lambda m: functools.partial(m.__call__),
-        lambda m: jax.tree_util.Partial(m.__call__),
-        lambda m: eqx.filter_vmap(m.__call__),
+        lambda m: functools.partial(m.encode),
+        lambda m: jax.tree_util.Partial(m.encode),
+        lambda m: eqx.filter_vmap(m.encode),
     ],
 )
 def test_methods_and_wrappers_of_equinox(of):
