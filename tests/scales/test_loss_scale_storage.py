@@ -279,7 +279,8 @@ def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
     code = f"""
         {imports}
         from flax import serialization
-        for scale in (globals().get("early", jmpx.NoOpLossScale()), jmpx.StaticLossScale(8)):
+        early = globals().get("early", jmpx.NoOpLossScale())
+        for scale in (early.adjust(True), jmpx.StaticLossScale(8)):
             assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
             assert isinstance(serialization.to_state_dict(scale), dict)
     """
