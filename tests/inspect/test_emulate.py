@@ -185,7 +185,7 @@ def assert_close(found, expected):
     assert off <= max(1, size / 1e4)
 
 
-@each(ELEMENTWISE, "branched", "scanned", "remembered", "by rules in a loop")
+@each(ELEMENTWISE, "branched", "looped", "by rules in a loop")
 def test_without_sums_each_bit_is_that_of_the_operations_one_by_one(f, dtype, rng):
     args = given(rng, dtype)
     assert_same_bits(jax.jit(emulate(f))(*args), one_by_one(f, *args))
@@ -197,7 +197,7 @@ def test_without_sums_each_bit_is_that_of_the_operations_one_by_one(f, dtype, rn
     assert_same_bits(jax.jit(gradient_of(emulate(f)))(*args), found)
 
 
-@each(SUMMED, "in float32", "attended", "policy")
+@each(SUMMED, "attended", "policy")
 def test_with_sums_few_numbers_differ_by_one_unit(f, dtype, rng):
     args = given(rng, dtype)
     assert_close(jax.jit(emulate(f))(*args), one_by_one(f, *args))
