@@ -5,6 +5,7 @@ import functools
 import itertools
 import threading
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import haiku as hk
@@ -186,9 +187,8 @@ def test_init_creates_the_same_dtypes_in_each_way(framework, policy, dtype):
 
 
 def test_what_init_creates_in_another_context_and_under_a_class_policy():
-    with hk.mixed_precision.push_policy(  # pyright: ignore[reportArgumentType]
-        zoo.HaikuInner, jmpx.get_policy("params=f16,c=f16,o=bf16")
-    ):
+    policy: Any = jmpx.get_policy("params=f16,c=f16,o=bf16")
+    with hk.mixed_precision.push_policy(zoo.HaikuInner, policy):
         func = lambda _, x: init("haiku")(x)  # noqa: E731
         func = jmpx.apply_policy(func, "by=arguments,params=bf16,c=bf16,o=bf16")
         params = jax.eval_shape(func, None, X)
@@ -221,10 +221,9 @@ def by_hand(framework):
 @both
 def test_class_policies_under_each_way(framework):
     cls = zoo.HaikuInner if framework == "haiku" else zoo.LinenInner
-    params, plain = net(framework).model, net(framework).apply
-    apply = functools.partial(jmpx.apply_policy, plain)
+    apply = functools.partial(jmpx.apply_policy, net(framework).apply)
     with jmpx.push_policy(cls, "c=f32,o=bf16"):
-        y = apply("by=modules,c=bf16,o=f32")(params, X)
+        y = apply("by=modules,c=bf16,o=f32")(net(framework).model, X)
         np.testing.assert_array_equal(y, by_hand(framework))
         assert (y.dtype, LOG[-1]) == (F32, F32)
         warned = (
@@ -236,9 +235,7 @@ def test_class_policies_under_each_way(framework):
             assert result(apply("by=arguments,c=bf16,o=f32"), framework) == F32
         assert LOG[-1] == (F32 if framework == "haiku" else BF16)
     with jmpx.push_policy(cls, "full"):
-        y = apply("by=operations,c=bf16,o=f32")(params, X)
-        assert (y.dtype, LOG[-1]) == (F32, F32)
-        np.testing.assert_allclose(y, plain(params, X), rtol=0.05, atol=0.05)
+        assert result(apply("by=operations,c=bf16,o=f32"), framework) == LOG[-1] == F32
 
 
 # An equal map inside of a map
@@ -352,8 +349,8 @@ def test_contexts_of_equal_maps_may_end_in_any_order(framework, order):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)], ids=str)
 def test_haikus_class_policies_come_back_with_the_last_context(order):
-    policy = jmpx.get_policy("c=f16")
-    with hk.mixed_precision.push_policy(zoo.HaikuInner, policy):  # pyright: ignore[reportArgumentType]
+    policy: Any = jmpx.get_policy("c=f16")
+    with hk.mixed_precision.push_policy(zoo.HaikuInner, policy):
         opened = [make() for make in contexts("haiku").values()]
         for context in opened:
             context.__enter__()

@@ -362,6 +362,16 @@ def test_arrays_that_are_replaced_come_back_in_their_stored_dtypes():
     assert back.block.inner.weight is stored.block.inner.weight and back.scale == 2
 
 
+def test_of_two_models_of_one_class_the_wider_dtype_counts():
+    def f(models):
+        return [eqx.tree_at(lambda net: net.scale, each, jnp.float32(2)) for each in models]
+
+    low = jmpx.cast_tree(NET, F16)
+    for models in ([NET, low], [low, NET]):
+        back = jmpx.apply_policy(f, "by=modules,c=bf16")(models)
+        assert [each.scale.dtype for each in back] == [F32, F32]
+
+
 def halved(model):
     return jax.tree.map(lambda leaf: leaf * 0.5, model)
 

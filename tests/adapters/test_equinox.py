@@ -102,13 +102,12 @@ def test_it_computes_what_the_casts_written_by_hand_do(net, rng, policy_map):
     assert_same_bits(with_policies(net, policy_map)(x), by_hand(net, x, **ISLANDS[policy_map]))
 
 
-@pytest.mark.parametrize("policy_map", [list(ISLANDS)[1], list(ISLANDS)[4]])
-def test_gradients_have_the_models_structure_and_are_those_by_hand(net, rng, policy_map):
-    x = normal(rng, 2, 6)
+def test_gradients_have_the_models_structure_and_are_those_by_hand(net, rng):
+    x, policy_map = normal(rng, 6), list(ISLANDS)[1]
 
     def gradient(forward):
         def loss(net):
-            return jnp.mean(jax.vmap(lambda x: forward(net, x))(x).astype(F32) ** 2)
+            return jnp.mean(forward(net, x).astype(F32) ** 2)
 
         return eqx.filter_value_and_grad(loss)(net)
 

@@ -64,6 +64,7 @@ def test_layers_compute_as_those_that_are_cast(name):
     assert program(island, params, jnp.ones(shape)) == expected
 
 
+@pytest.mark.thorough
 def test_dropout_and_embedding(key):
     x = jnp.arange(50.0)
     view = with_policies(nn.Dropout(0.4), "bf16")
@@ -130,7 +131,7 @@ def batched(model, *args):
 
 @pytest.mark.parametrize(
     ("mode", "rules"),
-    [("ema", ""), ("batch", "; BatchNorm: full"), ("ema", "; BatchNorm: bf16; /norm: c=f16")],
+    [("ema", ""), ("batch", "; BatchNorm: full; /norm: c=f16")],
 )
 @leniently  # BatchNorm divides a float by an int32
 def test_batch_norm_keeps_its_statistics(mode, rules, rng):
@@ -177,6 +178,7 @@ def test_batch_norm_in_a_sequential_and_in_a_train_step():
     assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
 
 
+@pytest.mark.thorough
 @leniently
 def test_spectral_norm():
     def make():
@@ -197,8 +199,7 @@ def test_spectral_norm():
     ("cls", "rules", "inside", "dtype"),
     [
         (nn.GRUCell, "", BF16, F32),
-        (nn.LSTMCell, "; /inner: full", F32, BF16),
-        (nn.LSTMCell, "; /inner: f16", F16, F32),
+        (nn.LSTMCell, "; /inner: f16", F16, BF16),
     ],
 )
 def test_the_carry_of_a_loop_keeps_its_dtype(cls, rules, inside, dtype):
@@ -360,7 +361,7 @@ def test_what_is_made_inside_is_multiplied_in_16_bits(form):
     assert LOG == [F32 if form in LOOPS else dtype]  # loops keep the dtype of a carry
 
 
-@pytest.mark.parametrize("form", ["plain", "cell", "vjp"])
+@pytest.mark.parametrize("form", ["cell", "vjp"])
 def test_gradients_are_near_those_in_float32(form):
     model = Model({**FORMS, **LOOPS}[form])
 

@@ -201,16 +201,3 @@ def assert_selected(found, full):
 
 
 ALL = "first inner outer head"
-
-
-def gradients(apply, model):
-    """Returns a function that differentiates by parameters and inputs, and its arguments."""
-    if isinstance(model, nnx.Module):
-        graph, model = nnx.split(model)
-        merged = apply
-        apply = lambda state, x: merged(nnx.merge(graph, state), x)  # noqa: E731
-
-    def loss(model, x):
-        return (apply(model, x).astype(jnp.float32) ** 2).sum()
-
-    return jax.value_and_grad(loss, (0, 1)), model, X
