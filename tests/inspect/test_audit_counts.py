@@ -18,6 +18,7 @@ from models import Transformer
 
 import jmpx
 
+pytestmark = pytest.mark.versions
 N = 8
 W, BF16_W = shape(N, N), shape(N, N, dtype=BF16)
 PRODUCT = 2 * N**3

@@ -19,6 +19,7 @@ import jmpx
 import jmpx.flax
 import jmpx.haiku
 
+pytestmark = pytest.mark.versions
 NAMES = ("low-exp", "low-sum", "low-carry", "low-collective")
 MANY = 300  # more terms than bfloat16 counts
 

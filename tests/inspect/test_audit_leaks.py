@@ -24,7 +24,7 @@ import jmpx.haiku
 # Why the one private name: a test plays a library, whose folder the audit looks up here.
 from jmpx._jaxprs import places
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.versions]
 
 WIDTH = 8
 POSITIONS = np.linspace(0, 1, WIDTH)

@@ -13,6 +13,7 @@ from helpers import ROOT, run_python_blocks
 
 import jmpx
 
+pytestmark = [pytest.mark.thorough, pytest.mark.versions]
 # What each page prints, in its order.
 PRINTED = {
     "audit.md": ["found"],
@@ -51,8 +52,6 @@ def importable(folder, source):
         sys.modules.pop("model", None)
 
 
-@pytest.mark.thorough
-@pytest.mark.versions
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_reports_of_a_page_are_real(name, tmp_path):
     shown = re.findall(r"`model.py`:\n\n```python\n(.*?)^```$", PAGES[name], re.M | re.DOTALL)
@@ -100,15 +99,12 @@ def parts(text):
     return lines[:rest] + lines[found:table], {*masked} - flags
 
 
-@pytest.mark.thorough
-@pytest.mark.versions
 def test_the_reports_of_the_page_of_audits_are_real(reports):
     shown = [text for text in blocks("audit.md", "text") if text.startswith("Audit of")]
     for (_, text), expected in zip(reports, shown, strict=True):
         assert parts(text) == parts(expected)
 
 
-@pytest.mark.thorough
 def test_the_test_of_the_page_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
     (block,) = (block for block in blocks("audit.md", "python") if "def test_precision" in block)
     code = re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE)

@@ -15,6 +15,8 @@ from jax import lax
 
 import jmpx
 
+pytestmark = pytest.mark.versions
+
 # Float32 products that hardware multiplies in fewer bits: found if a platform is given.
 
 on_platform = functools.partial(found, names=("platform-product",))

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 import jmpx
 
+pytestmark = pytest.mark.versions
 W, X = shape(3, 2), shape(4, 3)
 
 

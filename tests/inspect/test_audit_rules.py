@@ -20,7 +20,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.versions]
 ROWS = 300
 LEAKS = ("float32-product", "mixed-product", "promotion", "saved-float32")
 SEVERITIES = ("high", "medium", "low")

@@ -19,6 +19,8 @@ from jmpx._inspect.programs import traced_program
 from jmpx._jaxprs import watched
 from jmpx._jaxprs.structure import structure, structure_of
 
+pytestmark = pytest.mark.versions
+
 # Graphs.
 
 
