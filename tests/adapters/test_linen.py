@@ -346,15 +346,6 @@ def test_policies_of_classes_set_the_field_too(rng):
         assert products(under(None, model, X), variables) == {4: "bfloat16"}
 
 
-@pytest.mark.thorough
-def test_attention_and_cells_under_a_rule(rng):
-    x = normal(rng, 2, 5, 4)
-    for model in (nn.MultiHeadDotProductAttention(2, dtype=F32), nn.RNN(nn.LSTMCell(4, dtype=F32))):
-        variables = init(rng, model, x)
-        rules = "f32; MultiHeadDotProductAttention?: c=bf16; LSTMCell?: bf16"
-        assert set(products(under(rules, model, x), variables).values()) == {"bfloat16"}
-
-
 @pytest.mark.parametrize(("field", "compute"), [(F32, "bf16"), (BF16, "bf16"), (F16, "bf16")])
 @pytest.mark.filterwarnings("ignore:The dtype field of")
 def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field, compute):
@@ -367,30 +358,6 @@ def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field, comput
 
 
 # Arrays that are made inside
-
-
-class Noisy(nn.Module):
-    """Noise and one-hots in float32 before each layer."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(5)(x + jax.random.normal(self.make_rng("noise"), x.shape, F32))
-        x = nn.BatchNorm(use_running_average=False)(x)
-        x = nn.Conv(6, (1,))(nn.LayerNorm()(nn.Dense(8)(x)))
-        y = nn.Embed(7, 9)(jnp.arange(3)) + nn.DenseGeneral(9)(jax.nn.one_hot(jnp.arange(3), 4))
-        return nn.Dense(10)(x), nn.Dense(11)(y)
-
-
-def test_what_is_made_inside_does_not_widen_the_layers():
-    rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
-    init = lambda: Noisy().init(rngs, X)  # noqa: E731
-    variables = jax.eval_shape(init)
-    options = {"rngs": {"noise": jax.random.key(2)}, "mutable": ["batch_stats"]}
-    run = under("c=bf16,o=f32", Noisy(), X, **options)
-    assert set(products(run, variables).values()) == {"bfloat16"}
-    assert set(dtypes(jax.eval_shape(run, variables))) == {"float32"}
-    with jmpx.flax.policies("c=bf16"):
-        assert jax.eval_shape(init) == variables
 
 
 class Wide(nn.Module):

@@ -148,7 +148,6 @@ class Decoding(nn.Module):
         ("function", "; Dense: o=f32", F32),
         ("function", "; */cell: f32", BF16),
         ("jax", "", F32),
-        ("jax", "; LSTMCell: c=bf16,o=f32", F32),
         ("jax", "; Dense: o=f32", F32),
     ],
 )
@@ -160,36 +159,6 @@ def test_cells_keep_a_carry_of_any_dtype(rng, lift, rules, carry):
     if (lift, rules) == ("jax", ""):
         both = jax.jit(lambda v: (run(v), Decoding(lift, carry).apply(v, xs)))
         assert_close(*both(variables), atol=0.2)
-
-
-@pytest.mark.parametrize(
-    ("policy_map", "carry", "rule"),
-    [
-        ("c=bf16; Cell: c=bf16,o=f32", BF16, "Cell: compute=bfloat16,output=bfloat16"),
-        ("c=bf16; Cell: c=f16", F32, "Cell: compute=float16,output=float32"),
-    ],
-)
-def test_a_rule_mends_a_users_own_loop_of_linen(rng, policy_map, carry, rule):
-    class Cell(nn.Module):
-        @nn.compact
-        def __call__(self, carry, x):
-            return nn.Dense(4)(carry) + nn.Dense(4)(x)
-
-    class Net(nn.Module):
-        carry: jnp.dtype
-
-        @nn.compact
-        def __call__(self, xs):
-            cell, first = Cell(name="cell"), jnp.zeros((2, 4), self.carry)
-            if self.is_initializing():
-                return cell(first, xs[0])
-            return jax.lax.scan(lambda carry, x: (cell(carry, x), None), first, xs)[0]
-
-    xs = normal(rng, 5, 2, 4)
-    variables = init(rng, Net(F32), xs)
-    with pytest.raises(TypeError, match="must have equal types"):
-        jax.eval_shape(under(policy_map, Net(carry), xs), variables)
-    jax.eval_shape(under(f"{policy_map}; {rule}", Net(carry), xs), variables)
 
 
 class InLoops(nn.Module):
@@ -250,10 +219,10 @@ def test_all_products_of_cells_run_in_16_bits(rng, cell, dtype):
     variables = init(rng, model, XS)
     run = under(f"c={dtype.name},o=f32", model, XS)
     assert set(dots(run, variables)) == {f"{dtype.name}x{dtype.name}"}
-    ruled = under(f"{MIXED}; {cell}: full", model, XS)
-    assert set(dots(ruled, variables)) == {"float32xfloat32"}
-    assert set(dtypes(jax.eval_shape(ruled, variables))) == {"float32"}
     if cell == "OptimizedLSTMCell":
+        ruled = under(f"{MIXED}; {cell}: full", model, XS)
+        assert set(dots(ruled, variables)) == {"float32xfloat32"}
+        assert set(dtypes(jax.eval_shape(ruled, variables))) == {"float32"}
         assert_close(*jax.jit(lambda v: (run(v), model.apply(v, XS)))(variables), atol=0.1)
 
 

@@ -108,18 +108,13 @@ def test_functions_that_cast_keep_the_dtype_of_state(rng, wrap):
     """A momentum of 1 keeps the averages as they are, to the bit, unless they are rounded."""
     model = make(rng, momentum=1.0)
 
-    @nnx.jit
-    def run(model, x):
-        return wrap(model)(x), wrap(lambda m, x: m(x))(model, x)
-
     before = state_of(model)
-    first, second = run(model, X)
+    y = nnx.jit(lambda model, x: wrap(model)(x))(model, X)
     after = state_of(model)
-    assert first.dtype == second.dtype
     if isinstance(wrap, functools.partial):
-        assert after["between"].dtype == F32 and first.dtype == F16
+        assert after["between"].dtype == F32 and y.dtype == F16
     del after["between"]
-    assert int(after.pop("dropout/rngs/count")) == 2 + int(before.pop("dropout/rngs/count"))
+    assert int(after.pop("dropout/rngs/count")) == 1 + int(before.pop("dropout/rngs/count"))
     assert_same_bits(after, before)
 
 
@@ -133,23 +128,27 @@ def test_an_average_does_not_stall(rng):
         model.mean[...] = 0.999 * model.mean[...] + 0.001 * h[0]
         return h
 
-    step = nnx.jit(jmpx.autocast(average))
-    for _ in range(1000):
-        step(model, x)
-    expected = (1 - 0.999**1000) * model.inner(x)[0]
-    np.testing.assert_allclose(model.mean[...], expected, rtol=0.02, atol=0.01)
-    run, state = pure(jmpx.autocast(average), model)
-    assert dots(run, state, x) == [LOW]
+    def step(model):
+        jmpx.autocast(average)(model, x)
+        return nnx.state(model)
+
+    step, state = pure(step, model)
+    assert dots(step, state) == [LOW]
+    last = jax.jit(lambda state: jax.lax.fori_loop(0, 1500, lambda _, s: step(s), state))(state)
+    expected = (1 - 0.999**1500) * model.inner(x)[0]
+    np.testing.assert_allclose(last["mean"][...], expected, rtol=0.02, atol=0.01)
 
 
-def test_state_that_is_only_read_yields():
+def test_state_that_is_only_read_yields(rng):
     """In evaluation the averages are constants: activations stay in 16 bits."""
-    model = Small(nnx.Rngs(0))
+    model = make(rng, Small)
     read = jmpx.autocast(lambda m, x: m.inner(x) + m.mean[...], output=None)
     run, state = pure(read, model)
     assert jax.eval_shape(run, state, X).dtype == BF16
 
 
+@pytest.mark.thorough
+@pytest.mark.versions
 def test_other_objects_among_the_arguments(rng):
     model = make(rng, Small)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -206,6 +205,8 @@ def test_objects_that_are_returned(rng, around):
     assert_same_bits(out["new"][...], out["y"])
 
 
+@pytest.mark.thorough
+@pytest.mark.versions
 def test_arrays_that_do_not_change_stay_the_same_arrays(rng):
     model = make(rng, Small)
     before = {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
@@ -269,7 +270,8 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, mixed):
     assert model.calls == 1
 
 
-@pytest.mark.parametrize(("policy", "around"), [("c=bf16", lambda f: f), ("c=f16", nnx.jit)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("policy", "around"), [("c=f16", nnx.jit), ("c=bf16", lambda f: f)])
 def test_only_parameters_are_cast(rng, policy, around):
     seen = {}
     low = jmpx.get_policy(policy).compute_dtype
@@ -303,32 +305,8 @@ def test_only_parameters_are_cast(rng, policy, around):
     assert set(state_of(nnx.merge(*nnx.split(grads)))) == {"w", "lora"}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("where", ["view", "inside", "around"])
-def test_autocast_views_and_gradients_nest(rng, where):
-    model = make(rng, momentum=1.0)
-    before, reference = state_of(model), nnx.clone(model)
-    inside = {
-        "inside": lambda m, x: squares(jmpx.autocast(m), x),
-        "around": squares,
-        "view": lambda m, x: squares(jmpx.flax.with_policies(m, "c=bf16,o=f32"), x),
-    }[where]
-    grad_fn = gradient(inside, scaling=jmpx.DynamicLossScale(2.0**10))
-    if where == "around":
-        grad_fn = jmpx.autocast(grad_fn)
-    value, scaling, finite, grads = nnx.jit(grad_fn)(model, X)
-    assert finite and float(scaling.loss_scale) == 2**10
-    after = state_of(model)
-    assert int(after.pop("dropout/rngs/count")) == 1 + int(before.pop("dropout/rngs/count"))
-    assert after.pop("between", None) is not None or where == "view"
-    assert_same_bits(after, before)
-    expected = nnx.jit(nnx.grad(squares))(reference, X)
-    flat = [
-        np.concatenate([np.ravel(g) for g in jax.tree.leaves(each)]) for each in (grads, expected)
-    ]
-    assert np.linalg.norm(flat[0] - flat[1]) < 0.03 * np.linalg.norm(flat[1])
-
-
+@pytest.mark.thorough
+@pytest.mark.versions
 def test_aux_keywords_and_containers(rng):
     models, teacher = {"a": make(rng, Small), "b": make(rng, Small)}, make(rng, Small)
 
@@ -359,10 +337,14 @@ def test_a_module_as_the_function(rng):
         def method(self, model, x):
             return self(model, x)
 
-    model, loss = linear(3, 2), Loss()
-    gradient(loss, "c=bf16")(model, X)
-    gradient(loss.method, "c=bf16")(model, X)
-    gradient(functools.partial(loss.method, x=X), "c=bf16")(model)
+    @nnx.jit
+    def run(loss, model, x):
+        gradient(loss, "c=bf16")(model, x)
+        gradient(loss.method, "c=bf16")(model, x)
+        gradient(functools.partial(loss.method, x=x), "c=bf16")(model)
+
+    loss = Loss()
+    run(loss, linear(3, 2), X)
     assert int(loss.count[...]) == 3
 
 
@@ -377,10 +359,8 @@ def test_an_axis(rng):
     step, state = pure(step, model)
     finite, grads, means = jax.jit(jax.vmap(step, (None, 0), axis_name="d"))(state, x)
     assert finite.all()
-    for part in range(4):
-        own = nnx.clone(model)
-        own(x[part])
-        np.testing.assert_allclose(means[part], own.mean[...], rtol=1e-5)
+    expected = 0.999 * model.mean[...] + 0.001 * model.inner(x[:, 0])
+    np.testing.assert_allclose(means, expected, rtol=1e-5)
     assert all((leaf[0] == leaf[1]).all() for leaf in jax.tree.leaves(grads))
 
 

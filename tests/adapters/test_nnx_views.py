@@ -124,6 +124,7 @@ class Block(nnx.Module):
         return self.last(self.dropout(self.norm(self.first(x))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("train", "rules"), [(True, ""), (True, "; BatchNorm: full"), (False, "; BatchNorm: full")]
 )
@@ -307,7 +308,7 @@ SET = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("layer", "field", "policy_map", "dtype", "field_by_hand"),
     [(layer, *SET[(n + k) % 5]) for n, layer in enumerate(LAYERS) for k in (0, 1)],
@@ -441,7 +442,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_inside_does_not_widen_what_follows(name):
     products = traced(MODELS[name](), MIXED, X)
