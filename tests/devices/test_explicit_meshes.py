@@ -329,7 +329,7 @@ def gradients_of(model, how, policy):
 
 
 @pytest.mark.versions
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_a_cell_of_the_table(index, rng):
     spec, model, how, refusal = CASES[index]

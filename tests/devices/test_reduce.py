@@ -61,7 +61,6 @@ ERROR = {"float32": 1e-6, "bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "flo
     ("how", "reduce", "scale"),
     [
         ("shard_map", None, "Dynamic"),
-        ("shard_map", "float16", "Static"),
         ("shard_map without vma", "float32", "NoOp"),
         ("vmap", "bfloat16", "Static"),
         ("pmap", "float16", "Dynamic"),
@@ -92,8 +91,9 @@ def test_values_against_float64_and_the_dtype_of_each_sum(how, reduce, scale, rn
         assert (grad == grad[:1]).all()
 
 
-@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
-@pytest.mark.parametrize("compute", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("compute", "make"), [("bf16", jmpx.filter_grad), ("f16", jmpx.filter_value_and_grad)]
+)
 def test_both_functions_sum_in_the_dtype_whatever_they_compute_in(compute, make, rng):
     loss = lambda p, x: (loss_fn(p, x), x.sum())  # noqa: E731
     options = {"policy": f"c={compute},o=f32,r=f16", "over": jmpx.Over(AXIS)}
@@ -101,13 +101,12 @@ def test_both_functions_sum_in_the_dtype_whatever_they_compute_in(compute, make,
     args = make_params(rng), normal(rng, DEVICES, 2, 6)
     step = over_batch(grad_fn, "pmap")
     assert set(all_reduces(step.lower(*args).as_text())) == {"f16"}
-    if compute == "f16":
-        result = step(*args)
-        aux = result.aux if make is jmpx.filter_grad else result.value[1]
-        np.testing.assert_allclose(aux, args[1].sum((1, 2)), atol=0.1)  # each device's own
+    result = step(*args)
+    aux = result.aux if make is jmpx.filter_grad else result.value[1]
+    np.testing.assert_allclose(aux, args[1].sum((1, 2)), atol=0.1)  # each device's own
 
 
-@pytest.mark.parametrize("reduce", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("reduce", [None, "bfloat16"])
 def test_the_dtype_of_the_sum_of_a_vmap(reduce, rng):
     over, params = jmpx.Over(AXIS), make_params(rng)
     run = jmpx.filter_value_and_grad(loss_fn, NOOP, policy=with_reduce(reduce), over=over)
@@ -128,7 +127,7 @@ def test_the_value_is_averaged_in_float32():
     assert value.dtype == jnp.float32 and (value == 1024.5).all()
 
 
-@pytest.mark.parametrize("how", ["shard_map", "pmap"])
+@pytest.mark.parametrize("how", ["shard_map", pytest.param("pmap", marks=pytest.mark.thorough)])
 def test_unset_it_is_the_mean_written_by_hand(how, rng):
     """The program that there was before `reduce=`: unscale, average, check."""
 
@@ -176,9 +175,7 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
     np.testing.assert_allclose(rounded, exact, rtol=8 * float(jnp.finfo(reduce).eps))
 
 
-@pytest.mark.parametrize(
-    ("devices", "reduce"), [(1, "bfloat16"), (3, "bfloat16"), (6, "float16"), (3, "float32")]
-)
+@pytest.mark.parametrize(("devices", "reduce"), [(1, "float32"), (3, "bfloat16"), (6, "float16")])
 def test_the_mean_is_divided_in_float32(devices, reduce, rng):
     """A third of a number of few bits has more bits than the dtype of the sum."""
     batch = jnp.asarray(rng.integers(-20, 20, (devices, 50)), jnp.float32)  # sums are exact
@@ -193,9 +190,8 @@ def test_the_mean_is_divided_in_float32(devices, reduce, rng):
     np.testing.assert_allclose(grads, np.tile(batch.mean(0), (devices, 1)), rtol=3e-7)
 
 
-@pytest.mark.parametrize("how", ["shard_map", "vmap"])
-def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
-    step = over_batch(dot_gradients(NOOP, "c=f32,r=f16"), how)
+def test_a_float16_sum_overflows_only_where_the_mean_does(rng):
+    step = over_batch(dot_gradients(NOOP, "c=f32,r=f16"), "vmap")
     batch = jnp.asarray(rng.uniform(3e4, 6e4, (DEVICES, 3)), jnp.float32)  # sums to over 1e5
     *_, finite, grads = step(jnp.ones(3), batch)
     assert finite.all()
@@ -204,8 +200,7 @@ def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
     assert not finite.any() and np.isinf(grads).all()
 
 
-@pytest.mark.parametrize("how", ["shard_map", "pmap"])
-def test_the_loss_scale_protects_a_float16_sum_from_underflow(how, rng):
+def test_the_loss_scale_protects_a_float16_sum_from_underflow(rng):
     tiny = jnp.asarray(rng.uniform(1, 2, (DEVICES, 3)) * 2.0**-30, jnp.float32)
     scales = [NOOP, jmpx.StaticLossScale(2.0**24), jmpx.DynamicLossScale(2.0**24)]
 
@@ -213,7 +208,7 @@ def test_the_loss_scale_protects_a_float16_sum_from_underflow(how, rng):
         results = [dot_gradients(scaling, "c=f32,r=f16")(w, x) for scaling in scales]
         return [(result.grads_finite, result.grads) for result in results]
 
-    (_, lost), *others = results = over_batch(run, how)(jnp.ones(3), tiny)
+    (_, lost), *others = results = over_batch(run, "pmap")(jnp.ones(3), tiny)
     assert all(finite.all() for finite, _ in results) and not lost.any()
     for _, grads in others:
         np.testing.assert_allclose(grads, [tiny.mean(0)] * DEVICES, rtol=8 * 2.0**-11)
@@ -229,8 +224,7 @@ OVERFLOWS = {"float16": [3.0, 0.0, 0.0, 0.0], "bfloat16": [0.225] * 4, "float32"
     [
         ("shard_map", "bfloat16"),
         ("shard_map without vma", "float16"),
-        ("vmap", "float32"),
-        ("pmap", "float16"),
+        ("pmap", "float32"),
     ],
 )
 def test_an_overflow_in_the_sum_is_seen_by_all_devices(how, reduce):

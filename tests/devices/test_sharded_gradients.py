@@ -435,6 +435,6 @@ def test_what_nobody_sees_may_be_a_gather(rng):
     loss = lambda w, x: square(called_back(w), x)  # noqa: E731
     over = jmpx.Over(AXIS, sharded=True)
     run = jmpx.filter_grad(loss, jmpx.StaticLossScale(8), policy="full", over=over)
-    grads = jax.vmap(run, in_axes=(None, 0), axis_name=AXIS)(w, batch).grads
-    each = jax.vmap(jax.grad(square), in_axes=(None, 0))(w, batch)
+    grads = jax.jit(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS))(w, batch).grads
+    each = jax.jit(jax.vmap(jax.grad(square), in_axes=(None, 0)))(w, batch)
     np.testing.assert_allclose(grads, each / DEVICES, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, normal
+from helpers import normal
 from helpers.collectives import wire_bytes
 from helpers.maps import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
@@ -61,10 +61,9 @@ def sharded_gradients(policy, scaling, vma, sharded):
 @pytest.mark.parametrize(
     ("policy", "error", "sent", "vma", "sharded"),
     [
-        ("full", 1e-5, 4, False, True),
+        pytest.param("full", 1e-5, 4, False, True, marks=pytest.mark.thorough),
         ("c=bf16,o=f32,r=bf16", 0.05, 2, True, {"embed": True, "layers": True}),
-        ("c=f16,o=f32,r=f16", 0.02, 2, True, None),
-        pytest.param("c=bf16,o=f32", 0.05, 4, True, None, marks=pytest.mark.thorough),
+        pytest.param("c=f16,o=f32,r=f16", 0.02, 2, True, None, marks=pytest.mark.thorough),
     ],
 )
 def test_gradients_are_those_of_one_device_and_so_many_bytes_travel(
@@ -92,7 +91,7 @@ def test_gradients_are_those_of_one_device_and_so_many_bytes_travel(
 
 def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
     """The flag and the scale are common, and so is the choice between old and new parameters."""
-    optimizer, scaling = lenient(optax.adamw(0.1)), jmpx.DynamicLossScale(2.0**4)
+    optimizer, scaling = optax.sgd(0.1, momentum=0.9), jmpx.DynamicLossScale(2.0**4)
 
     def loss(shards, x):
         whole = jmpx.distributed.gather(shards, AXIS, "c=f16")
@@ -115,4 +114,4 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
     new, after, scale, finite = step(params, state, x.at[3, 2].set(6e4))  # of the second device
     assert finite.shape == (DEVICES,) and not finite.any() and scale == 8
     np.testing.assert_array_equal(new["w"], params["w"])
-    assert after[0].count == 0
+    assert not after[0].trace["w"].any()

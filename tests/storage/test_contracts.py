@@ -158,7 +158,7 @@ def test_what_comes_back_as_it_was(key, rng):
     check_restored(state, saved(state))
     # Numbers of Python have no dtype to keep.
     check_restored({"lr": np.array(0.1), "n": 3}, saved({"lr": 0.1, "n": jnp.array(3)}))
-    model = eqx.nn.MLP(2, 2, 4, 1, key=key)
+    model = eqx.nn.MLP(2, 2, 4, 0, key=key)
     description = saved(model, "c=bf16,o=f32")
     assert "layers/0/weight" in description["dtypes"]
     check_restored(model, description)

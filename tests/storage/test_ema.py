@@ -152,7 +152,7 @@ def test_shards_are_averaged_where_they_are(rng):
 
 
 def test_what_is_not_floating_is_that_of_the_newest_parameters(key):
-    model = eqx.nn.MLP(2, 2, 4, 1, key=key)
+    model = eqx.nn.MLP(2, 2, 4, 0, key=key)
     average = jmpx.optim.ema(0.5)
     others = {"step": jnp.array(1), "key": key, "rate": 0.1, "z": jnp.array([1j])}
     state = average.init((model, others))

@@ -35,9 +35,8 @@ OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": lenient(optax.adam(1e-2)),
     "adamw": lenient(optax.adamw(1e-2, weight_decay=0.1)),
-    "clip": lenient(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))),
 }
-ADAM = OPTIMIZERS["adam"]
+ADAM, MOMENTUM = OPTIMIZERS["adam"], OPTIMIZERS["momentum"]
 roundings = pytest.mark.parametrize("rounding", ["split", "stochastic"])
 
 
@@ -70,11 +69,9 @@ def train(optimizer, params, state, steps, by_optimizer_update=True):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("sgd", "apply_updates"),
         ("momentum", "skip_nonfinite"),
-        ("adam", "optimizer_update"),
-        ("adamw", "apply_updates"),
-        ("clip", "skip_nonfinite"),
+        ("adamw", "optimizer_update"),
+        ("sgd", "apply_updates"),
     ],
 )
 def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
@@ -159,9 +156,9 @@ def test_what_is_returned_adds_up_to_the_new_parameters(rounding, dtype, factor,
 @roundings
 def test_parameters_that_stayed_float32_are_updated_as_usual(rounding, rng):
     masters = make_params(rng)
-    optimizer = low_precision_params(ADAM, rounding)
+    optimizer = low_precision_params(MOMENTUM, rounding)
     params = {**split_master(masters)[0], "w": masters["w"]}
-    expected, _ = ADAM.update(grad_of(masters), ADAM.init(masters), masters)
+    expected, _ = MOMENTUM.update(grad_of(masters), MOMENTUM.init(masters), masters)
     for by_optimizer_update in (True, False):
         got, state = train(optimizer, params, optimizer.init(masters), 1, by_optimizer_update)
         assert dtypes(got) == dtypes(params)
@@ -169,8 +166,7 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rounding, rng):
         assert dtypes(state) == dtypes(optimizer.init(masters))
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_gradients_of_16_bits_are_told_once(jit, rng):
+def test_gradients_of_16_bits_are_told_once(rng):
     masters = make_params(rng)
     optimizer = jmpx.skip_nonfinite(low_precision_params(ADAM, "stochastic"))
     params, state = jmpx.cast_tree(masters, jnp.bfloat16), optimizer.init(masters)
@@ -178,7 +174,7 @@ def test_gradients_of_16_bits_are_told_once(jit, rng):
     def step(params, state, grads):
         return jmpx.optimizer_update(params, optimizer, state, grads, jmpx.all_finite(grads))
 
-    run = jax.jit(step) if jit else step
+    run = jax.jit(step)
     grads = grad_of(params)
     run(params, state, grads)  # nothing is said
     narrow = {**grads, "w": grads["w"].astype(BF16)}
@@ -191,10 +187,13 @@ def test_gradients_of_16_bits_are_told_once(jit, rng):
 # Steps that are skipped
 
 
-@pytest.mark.parametrize(("rounding", "skip_by"), [("split", "cond"), ("stochastic", "where")])
+@pytest.mark.parametrize(
+    ("rounding", "skip_by"),
+    [("split", "cond"), pytest.param("stochastic", "where", marks=pytest.mark.thorough)],
+)
 def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
     masters = make_params(rng)
-    low = low_precision_params(ADAM, rounding)
+    low = low_precision_params(MOMENTUM, rounding)
     params, _ = split_master(masters)
     bad = grad_of(params)
     bad["layers"][1] = jnp.float32(jnp.nan)
@@ -267,8 +266,8 @@ def test_the_state_is_of_plain_arrays_whose_dtypes_stay(rounding, rng):
 
 
 def test_equinox_modules(rng, key):
-    model = eqx.nn.MLP(3, "scalar", 8, 1, key=key)
-    optimizer = low_precision_params(ADAM, "split")
+    model = eqx.nn.MLP(3, "scalar", 8, 0, key=key)
+    optimizer = low_precision_params(MOMENTUM, "split")
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     model = split_master(model)[0]
     x = normal(rng, 4, 3).astype(BF16)
@@ -310,7 +309,7 @@ def test_nnx_modules(rounding, rng, standard_promotion):
 
 
 def test_replicas_stay_alike_under_shard_map(rng):
-    optimizer = low_precision_params(ADAM, "stochastic")
+    optimizer = low_precision_params(MOMENTUM, "stochastic")
     params = jmpx.cast_tree({"w": normal(rng, 16)}, jnp.bfloat16)
     x = normal(rng, 8, 16)
 

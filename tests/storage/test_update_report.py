@@ -63,9 +63,7 @@ def draw(rng, dtype, n=3000):
     return params[changes != 0], changes[changes != 0]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "jit"), [(BF16, True), (F16, False), (F32, True), (E4M3, False), (E5M2, False)]
-)
+@pytest.mark.parametrize(("dtype", "jit"), [(BF16, True), (F16, False), (F32, True), (E5M2, True)])
 def test_it_counts_what_rounding_to_the_nearest_loses(dtype, jit, rng):
     params, changes = draw(rng, dtype)
     func = jax.jit(update_report) if jit else update_report
