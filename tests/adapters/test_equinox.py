@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
 
@@ -487,55 +486,3 @@ def test_modules_and_data_as_arguments_and_results(rng):
     result = with_policies(model, f"{MIXED}; /inner: f16; /norm: c=f32,o=f16")(data)
     expected = model.norm(data.x.astype(BF16).astype(F16).astype(F32)).astype(F16)
     assert_same_bits(result, Data(expected.astype(BF16).astype(F32), data.mask))
-
-
-# Containers, which are never called: their policies are those of the modules in them.
-
-
-class Container(eqx.Module):
-    encoder: Any
-    parts: list
-    offset: jax.Array
-
-
-@pytest.fixture
-def box(rng):
-    box = Container(eqx.nn.Linear(4, 4, key=KEY), [eqx.nn.LayerNorm(4)], jnp.ones(4))
-    return randomized(box, rng)
-
-
-def test_of_a_mere_container_the_default_is_that_of_the_modules_in_it(box, rng):
-    box = dataclasses.replace(box, parts=[*box.parts, np.ones(2, np.float32), 3.0])
-    view, x = with_policies(box, f"{MIXED}; LayerNorm: full"), normal(rng, 4)
-    assert view.offset.dtype == view.parts[1].dtype == BF16 and view.parts[2] == 3.0
-    expected = jmpx.cast_tree(box.encoder, jnp.bfloat16)(x.astype(BF16)).astype(F32)
-    assert_same_bits(view.encoder(x), expected)
-    assert_same_bits(view.parts[0](x), box.parts[0](x))
-    assert isinstance(view, Container)
-
-
-def test_a_container_hands_its_policy_on_to_the_modules_in_it(box, rng):
-    class Model(eqx.Module):
-        box: Container
-
-        def __call__(self, x):
-            return self.box.parts[0](self.box.encoder(x)) * self.box.offset
-
-    model, x = Model(box), normal(rng, 4)
-    view = with_policies(model, f"{MIXED}; Container: full; LayerNorm: f16")
-    assert view.box.offset.dtype == F32
-    view = with_policies(model, f"{MIXED}; Linear: f16; /box: full; /box/encoder: f16")
-    view = eqx.tree_at(lambda view: view.box.offset, view, jnp.ones(4, BF16))
-    inside = jmpx.cast_tree(box.encoder, jnp.float16)(x.astype(BF16).astype(F16)).astype(BF16)
-    inside = box.parts[0](inside.astype(F32)).astype(BF16)
-    assert_same_bits(view(x), inside.astype(F32))
-
-
-def test_an_outermost_container_hands_its_policy_on(box, rng):
-    x, outer = normal(rng, 4), Container(box, [], jnp.ones(1))
-    for model, rule in ((box, "Container"), (outer, "/encoder")):
-        view = with_policies(model, f"c=bf16; {rule}: c=f32,o=f16; LayerNorm: bf16")
-        view = view if model is box else view.encoder
-        assert view.offset.dtype == view.encoder.weight.dtype == F32
-        assert_same_bits(view.encoder(x), box.encoder(x).astype(F16))
-        assert view.parts[0].weight.dtype == BF16
