@@ -72,18 +72,13 @@ def added_up(x):
     return jax.lax.scan(body, x, None, 400)[0]
 
 
-def squares(x):
-    return (x + 50) ** 2 - x * x - 2500
-
-
 @pytest.mark.parametrize(
     ("plant", "framework", "dtype"),
     [
         (cancelled, "haiku", "bf16"),
-        (by_moments, "linen", "f16"),
-        (near_one, "nnx", "bf16"),
         (added_up, "equinox", "f16"),
-        pytest.param(squares, "haiku", "f16", marks=pytest.mark.thorough),
+        pytest.param(by_moments, "linen", "f16", marks=pytest.mark.thorough),
+        pytest.param(near_one, "nnx", "bf16", marks=pytest.mark.thorough),
     ],
 )
 def test_a_planted_layer_ranks_first(rng, framework, dtype, plant):

@@ -129,7 +129,10 @@ def a_larger_step(policy):
     return jax.value_and_grad(loss_fn), (jax.ShapeDtypeStruct((64, 64), "float32"),)
 
 
-@pytest.mark.parametrize(("framework", "way"), [("haiku", "modules"), ("nnx", "operations")])
+@pytest.mark.parametrize(
+    ("framework", "way"),
+    [("nnx", "modules"), pytest.param("haiku", "operations", marks=pytest.mark.thorough)],
+)
 def test_the_planted_layer_of_a_model_is_the_island(rng, framework, way):
     loss, (model, x) = planted(framework, lambda x: (x + 100) - 100, None, rows=8)
     model = drawn_model(model, rng)
