@@ -23,6 +23,12 @@ import jmpx
 import jmpx.mpx as mpx
 
 LAYERS, SIZE, GROUPS, EXAMPLES = 3, 16, 8, 8
+
+
+def versions(*values):
+    return pytest.param(*values, marks=[pytest.mark.thorough, pytest.mark.versions])
+
+
 NO_SCALE = jmpx.NoOpLossScale()
 
 
@@ -129,7 +135,21 @@ def largest_stack(jaxpr):
     return max(var.aval.size for eqn in scans for var in eqn.outvars)
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Of these, the default run reads the program, and does not compile it.
+SEEN = ["checkpointed", "all checkpointed", "stacked", "transposed"]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_means_are_taken_in_the_loop(name, rng):
+    args = params_of(rng), normal(rng, EXAMPLES, SIZE)
+    grad_fn = value_and_grad(looped(RUNS[name][1]), RUNS[name][0])
+    jaxpr = jax.make_jaxpr(lambda *args: tuple(grad_fn(*args))[::3])(*args)
+    assert largest_stack(jaxpr) <= LAYERS * SIZE * SIZE
+
+
+@pytest.mark.parametrize(
+    "name", [versions(name) if name in SEEN else pytest.param(name) for name in RUNS]
+)
 def test_gradients_have_the_bits_of_a_mean_after_the_loop(name, rng):
     policy, run = RUNS[name]
     args = params_of(rng), normal(rng, EXAMPLES, SIZE)
@@ -200,7 +220,7 @@ def by_nnx(x):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("make", "policy"), [(by_haiku, "by=modules,c=bf16"), (by_nnx, "by=operations,c=bf16")]
+    ("make", "policy"), [(by_haiku, "by=modules,c=bf16"), versions(by_nnx, "by=operations,c=bf16")]
 )
 def test_layers_of_frameworks(make, policy, rng):
     x = normal(rng, EXAMPLES, SIZE)
@@ -220,7 +240,7 @@ def test_layers_of_frameworks(make, policy, rng):
 
 @pytest.mark.parametrize(
     ("sizes", "spec", "reduce"),
-    [((8,), P(None, "data"), "f32"), ((4, 2), P(None, "data", "model"), "bf16")],
+    [versions((8,), P(None, "data"), "f32"), ((4, 2), P(None, "data", "model"), "bf16")],
 )
 def test_a_layer_is_summed_in_the_loop(sizes, spec, reduce, rng):
     size, mesh = 64, make_mesh(*sizes)
@@ -302,8 +322,8 @@ def collectives_of(way, how, policy, shards):
         ("autocast", value_and_grad, "*: bf16"),
         ("cast_function", plain, "full"),
         ("equinox", value_and_grad, "full"),
-        ("haiku", plain, "full"),
-        ("nnx", value_and_grad, "full"),
+        versions("haiku", plain, "full"),
+        versions("nnx", value_and_grad, "full"),
     ],
 )
 def test_casts_come_before_gathers(way, how, policy):
@@ -326,7 +346,7 @@ def test_gradients_are_summed_in_reduce(compute, reduce, shards):
     ("spec", "kind", "jit"),
     [
         (P("data"), AxisType.Auto, False),
-        (P("data", P.UNCONSTRAINED), AxisType.Explicit, False),
+        versions(P("data", P.UNCONSTRAINED), AxisType.Explicit, False),
         (P(("model", "data"), None), AxisType.Explicit, True),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
     assert len(seen) == 1 and seen[0].shape == (7,)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     count=st.integers(2, 8),
     examples=st.integers(1, 40),
@@ -188,7 +188,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 
 @pytest.mark.parametrize(
     ("policy", "kind", "count"),
-    [("f16", "Dynamic", 8), ("bf16", "NoOp", 3), ("f32", "Static", 2), ("f32", "NoOp", 1)],
+    [("f16", "Dynamic", 8), ("bf16", "NoOp", 3), ("f32", "Static", 2)],
 )
 def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
     params, x = make_params(rng), normal(rng, 24, 6)
@@ -436,9 +436,7 @@ GATHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("gather", "vma", "mask"), [("lax", True, None), ("jmpx", False, True), ("lax", False, True)]
-)
+@pytest.mark.parametrize(("gather", "vma", "mask"), [("lax", True, None), ("jmpx", False, True)])
 def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     gather, vma, mask, rng
 ):

@@ -24,14 +24,14 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "bf16 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
-    "float32 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.float32),
     # These widen their state at the first step.
     "hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
     "prodigy": optax.contrib.prodigy,
     "dog": optax.contrib.dog,
     "nested": lambda: optax.chain(optax.clip(1.0), optax.contrib.dog()),
 }
-WIDENING = list(OPTIMIZERS)[5:]
+WIDENING = list(OPTIMIZERS)[4:]
+THOROUGH = pytest.mark.thorough
 
 
 def make_optimizer(name):
@@ -95,14 +95,14 @@ def assert_near(got, expected, factor, is_exact=False):
     [
         ("adam", "plain", "cond", np.inf, True),
         ("adamw", "plain", "where", np.nan, True),
-        ("bf16 moment", "plain", "cond", -np.inf, False),
+        ("sgd", "plain", "cond", -np.inf, False),
         ("sgd", "counting", "cond", np.inf, True),
-        ("float32 moment", "plain", None, np.nan, True),
-        ("hyperparams", "wrapped", "where", np.inf, True),
-        ("prodigy", "plain", "cond", np.nan, True),
-        ("dog", "plain", "cond", np.inf, True),
+        ("dog", "plain", None, np.inf, True),
         ("dog", "wrapped", "where", np.inf, True),
-        ("nested", "counting", "where", np.inf, True),
+        pytest.param("bf16 moment", "plain", "cond", np.nan, True, marks=THOROUGH),
+        pytest.param("hyperparams", "wrapped", "where", np.inf, True, marks=THOROUGH),
+        pytest.param("prodigy", "plain", "cond", np.nan, True, marks=THOROUGH),
+        pytest.param("nested", "counting", "where", np.inf, True, marks=THOROUGH),
     ],
 )
 def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, jit, rng):
@@ -148,7 +148,7 @@ def test_these_optimizers_widen_their_state_at_the_first_step(rng):
 
 @pytest.mark.parametrize("skip", ["where", "cond"])
 def test_skip_nonfinite_checks_gradients_and_its_updates_are_negative_zeros(skip, rng):
-    optimizer, params = jmpx.skip_nonfinite(make_optimizer("adamw"), skip_by=skip), make_params(rng)
+    optimizer, params = jmpx.skip_nonfinite(make_optimizer("sgd"), skip_by=skip), make_params(rng)
     state = optimizer.init(params)
     updates, new = jax.jit(optimizer.update)(like(params, rng, np.inf), state, params)
     assert_same_bits(new.inner_state, state.inner_state)
@@ -316,9 +316,7 @@ def test_a_cond_holds_all_of_the_optimizer(way, skip, rng):
     assert "sqrt" in str(jaxpr)
 
 
-@pytest.mark.parametrize(
-    ("way", "skip"), [("plain", "cond"), ("wrapped", "cond"), ("counting", "where")]
-)
+@pytest.mark.parametrize(("way", "skip"), [("wrapped", "cond"), ("counting", "where")])
 def test_steps_in_a_scan_and_under_vmap(way, skip, rng):
     optimizer, step = make_step(way, skip)
     params, grads = {"w": normal(rng, 2, 3)}, {"w": normal(rng, 2, 3)}
@@ -334,9 +332,8 @@ def test_steps_in_a_scan_and_under_vmap(way, skip, rng):
     np.testing.assert_array_equal((before == after).all(-1), ~flags)
     counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
     np.testing.assert_array_equal(counts[:2], [[2, 2], [2, 2]])
-    if way != "plain":
-        np.testing.assert_array_equal(state.total_skipped, [2, 2])
-        np.testing.assert_array_equal(state.consecutive_skipped, [0, 1])
+    np.testing.assert_array_equal(state.total_skipped, [2, 2])
+    np.testing.assert_array_equal(state.consecutive_skipped, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -453,7 +450,6 @@ def test_swapped_arguments_are_a_sentence(model):
 
 HIDING = {
     "chain": (lambda inner: optax.chain(optax.clip(1.0), inner), jnp.array(True)),
-    "MultiSteps": (lambda inner: optax.MultiSteps(inner, 2), False),
     "its transformation": (
         lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
         np.bool_(True),

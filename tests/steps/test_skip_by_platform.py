@@ -248,6 +248,7 @@ def test_a_tpu_compiles_what_it_compiles_for_where():
         assert found[name] <= 1.01 * by_hand[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_step_of_the_benchmark_can_be_lowered():
     step = steps.trace(compiled_step.OVERHEAD["jmpx"], MODELS["tiny"], 2).step

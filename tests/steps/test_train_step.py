@@ -19,7 +19,6 @@ import jmpx
 
 SCALES = {
     "NoOp": jmpx.NoOpLossScale(),
-    "Static": jmpx.StaticLossScale(2.0**8),
     "Dynamic": jmpx.DynamicLossScale(2.0**8, period=3),
     "Dynamic from float16": jmpx.DynamicLossScale(jnp.float16(2**8), period=3),
 }
@@ -156,6 +155,7 @@ def test_a_scale_that_starts_too_high_settles(rng):
     assert jmpx.all_finite(state)
 
 
+@pytest.mark.thorough
 def test_scan_over_steps(rng):
     batches = make_batches(rng, bad=(1,))
     state = make_state(SCALES["Dynamic"], batches[0][0])
@@ -172,6 +172,7 @@ def test_scan_over_steps(rng):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_donation_and_lowering(rng):
     batches = make_batches(rng, steps=2)
     state = make_state(SCALES["Dynamic"], batches[0][0])
@@ -212,7 +213,7 @@ def versions(*values):
     ("ours", "by_hand"),
     [
         versions("jmpx_where", "handwritten"),
-        ("jmpx", "handwritten_cond"),
+        versions("jmpx", "handwritten_cond"),
         versions("jmpx_counting", "handwritten_cond"),
         versions("jmpx_jmp_style", "handwritten_late"),
     ],
@@ -238,7 +239,9 @@ def test_the_default_way_to_skip_is_the_smaller_one():
         assert cond[name] < where[name], name
 
 
-@pytest.mark.parametrize("ours", ["jmpx", versions("jmpx_jmp_style")])
+@pytest.mark.thorough
+@pytest.mark.versions
+@pytest.mark.parametrize("ours", ["jmpx", "jmpx_jmp_style"])
 def test_without_scaling_and_skipping_nothing_is_added(ours):
     assert counts(ours, "bfloat16") == counts("handwritten", "bfloat16")
 
