@@ -261,6 +261,8 @@ def assert_cast_once(net, apply):
     apply, model = net.split(apply)
     leaves, structure = jax.tree.flatten(model)
     jaxpr = trace(lambda leaves: apply(structure.unflatten(leaves), X), leaves)
+    # A cast of another trace would be a constant of this one.
+    assert not any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts)
     casts = Casts()
     casts.read(
         jaxpr,
