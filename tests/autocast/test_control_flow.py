@@ -312,7 +312,9 @@ def test_linear_algebra_runs_in_float32(pair, name):
     assert all(dtypes <= {"float32", "complex64"} for dtypes in in_float32)
 
 
-@pytest.mark.parametrize("name", rows(LINALG, "custom_root"))
+@pytest.mark.parametrize(
+    "name", rows(["custom_root", "custom_linear_solve", "slogdet"], "custom_root")
+)
 def test_linear_algebra_and_its_gradients(pair, name):
     def f(x, w):
         y = LINALG[name](x @ w)

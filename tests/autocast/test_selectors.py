@@ -203,7 +203,7 @@ def hidden(net):
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.parametrize("framework", rows(FRAMEWORKS, "haiku"))
+@pytest.mark.parametrize("framework", rows(["haiku", "equinox"], "haiku"))
 def test_no_mark_leaves_autocast(framework):
     apply, model, _, _ = FRAMEWORKS[framework]
     policy = in_words_of(framework, "c=bf16; <Own>Block: full; <Linear>: bf16")
@@ -283,6 +283,7 @@ def test_equinox_state_passes():
 
 
 @pytest.mark.thorough
+@pytest.mark.versions
 def test_nnx_modules_come_back_as_they_were():
     model = NNXNet(nnx.Rngs(0))
     model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))  # pyright: ignore[reportAttributeAccessIssue]

@@ -36,12 +36,6 @@ def _block(x, w1, w2, _):
     return x + jax.nn.gelu(x @ w1) @ w2
 
 
-def _dropout(x, w1, w2, i):
-    key = jax.random.fold_in(jax.random.key(3), i)
-    kept = jax.random.bernoulli(key, 0.5, (x.shape[0], w1.shape[1]))
-    return x + jnp.where(kept, jnp.tanh(x @ w1), 0.0) @ w2
-
-
 def _integers(x, w1, w2, _):
     """Chooses activations by their own indices, and adds a float32 statistic that is fixed."""
     h = x @ w1
@@ -56,11 +50,6 @@ def _custom(x, w1, w2, i):
     return x + jnp.tanh((seven, eleven)[i % 2](x, w1)) @ w2
 
 
-def _learned_scale(x, w1, w2, _):
-    scale = jnp.mean(w1) + 2.0  # one number that is known only when the program runs
-    return x + (scale * (x @ w1)) ** 2 @ w2 / 512.0
-
-
 def _branches(x, w1, w2, i):
     def deep(x):
         return _block(_block(x, w1, w2, i), w1, w2, i)
@@ -72,13 +61,6 @@ def _printing(x, w1, w2, _):
     h = x @ w1
     jax.debug.callback(lambda _: None, h[0, 0])
     return x + jnp.tanh(h) @ w2
-
-
-def _loop(x, w1, w2, _):
-    """Doubles an activation in a while loop, of which there is no gradient."""
-    start = lax.stop_gradient(1.0 + abs((x @ w1)[0, 0]))
-    size = lax.while_loop(lambda s: s < 4.0, lambda s: s * 2, start)
-    return x + jnp.tanh(x @ w1) @ w2 / (1.0 + size)
 
 
 def _recurrence(x, w1, w2, _):
@@ -113,16 +95,12 @@ def _images(rng):
 
 
 MODELS = {
-    "mlp": _mlp(lambda x, w1, w2, _: jnp.tanh(x @ w1) @ w2),
     "transformer": _transformer,
     "jitted layers": _mlp(jax.jit(_block, static_argnums=3)),
-    "dropout": _mlp(_dropout),
     "integers": _mlp(_integers),
     "custom": _mlp(_custom),
-    "learned scale": _mlp(_learned_scale),
     "branches": _mlp(_branches, 2),
     "printing": _mlp(_printing),
-    "while": _mlp(_loop),
     "recurrence": _mlp(_recurrence, 2),
     "images": _images,
 }
