@@ -103,6 +103,7 @@ def with_remat(model, x):
     return (model.head(model.dropout(model.norm(h))).astype(F32) ** 2).mean()
 
 
+@pytest.mark.versions
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss_fn", "batch"), [(squares, None), (with_remat, jmpx.Batch(microbatches=2))]

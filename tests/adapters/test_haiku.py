@@ -42,22 +42,25 @@ def test_an_island_in_a_class_with_a_policy_reads_the_stored_weights(set_policy)
     set_policy(zoo.HaikuInner, policy)
     run = net.under("full; */outer: full")
     assert dots(run, net.model, X) == [FULL, LOW, FULL, FULL]
-    result = run(net.model, X)
     for policy_of in (jmpx.policy_of, hk.mixed_precision.get_policy):
         assert policy_of(zoo.HaikuInner) == policy
+
+    def by_hand(params, x):
+        def layer(name, x):
+            own = params[f"haiku_net/{name}"]
+            return x @ own["w"].astype(x.dtype) + own["b"].astype(x.dtype)
+
+        x = jnp.tanh(layer("block/inner", layer("first", x).astype(BF16)))
+        x = layer("block/outer", x.astype(F32)).astype(BF16).astype(F16)
+        return layer("head", x.astype(F32))
+
+    both = jax.jit(lambda *args: (run(*args), by_hand(*args)))
+    assert_same_bits(*both(net.model, X))
     jmpx.clear_policy(zoo.HaikuInner)
-
-    def layer(name, x):
-        params = net.model[f"haiku_net/{name}"]
-        return x @ params["w"].astype(x.dtype) + params["b"].astype(x.dtype)
-
-    x = jnp.tanh(layer("block/inner", layer("first", X).astype(BF16)))
-    x = layer("block/outer", x.astype(F32)).astype(BF16).astype(F16)
-    assert_same_bits(result, layer("head", x.astype(F32)))
 
 
 def test_a_base_class_is_selected_and_the_last_rule_wins():
-    net = zoo.build("haiku", zoo.mlp, X)
+    net = zoo.build("haiku", zoo.mlp, X, rng=np.random.default_rng(1))
     run = net.under("c=bf16; Module: full; */first: c=f16")
     assert dots(run, net.model, X) == ["float16xfloat16", FULL]
 
@@ -382,11 +385,15 @@ def test_a_core_in_float32_loses_no_digit_of_its_state(rng):
     """The state of an island does not go through the dtype of what surrounds it."""
     x = normal(rng, 4, 2, SIZE)
     net = network(lambda x: hk.dynamic_unroll(hk.GRU(3), x, made(2, 3))[1])
-    params, _ = jax.jit(net.init)(KEY, x)
-    expected, _ = jax.jit(net.apply)(params, {}, None, x.astype(BF16).astype(F32))
-    with jmpx.haiku.policies("c=bf16,o=f32; GRU: full"):
-        result, _ = jax.jit(net.apply)(params, {}, None, x)
-    assert_same_bits(result, expected)
+    shapes, _ = jax.eval_shape(net.init, KEY, x)
+    params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), shapes)
+
+    def both(params, x):
+        expected, _ = net.apply(params, {}, None, x.astype(BF16).astype(F32))
+        with jmpx.haiku.policies("c=bf16,o=f32; GRU: full"):
+            return net.apply(params, {}, None, x)[0], expected
+
+    assert_same_bits(*jax.jit(both)(params, x))
 
 
 def test_a_rule_mends_a_carry_that_cannot_be_kept():

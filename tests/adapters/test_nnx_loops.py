@@ -122,6 +122,7 @@ def both_ways(model, x):
 
 
 @standard_promotion
+@pytest.mark.versions
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("run", [decode, reset, unrolled, in_a_layer, ragged, both_ways])

@@ -71,6 +71,7 @@ AROUND = {"": lambda f: f, "nnx.jit": nnx.jit, "jax.jit": with_jax_jit}
 COMPILED = ["part and whole", "inside a gradient"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("position", "around"),
     [*((p, "") for p in POSITIONS), *zip(COMPILED, ("nnx.jit", "jax.jit"), strict=True)],
@@ -374,7 +375,7 @@ def test_a_state_is_a_value(rng):
         model = nnx.merge(graph, params, rest)
         return squares(model, x), nnx.state(model, nnx.BatchStat)
 
-    (_, stats), _, _, grads = gradient(loss, "c=f16", has_aux=True)(params, rest, X)
+    (_, stats), _, _, grads = jax.jit(gradient(loss, "c=f16", has_aux=True))(params, rest, X)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     assert (stats["mean"][...] != before["mean"][...]).all()
     for ours, theirs in zip(jax.tree.leaves(rest), jax.tree.leaves(before), strict=True):

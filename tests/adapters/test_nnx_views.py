@@ -308,6 +308,7 @@ SET = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("layer", "field", "policy_map", "dtype", "field_by_hand"),
