@@ -300,6 +300,9 @@ def test_rules_are_warned_of_once_for_all_frameworks():
             for framework in POLICIES:
                 seen(framework)
         assert texts == warned
+    with caught() as texts, applied("c=bf16; Lag: f32"), applied("c=f16; Lig: f32"):
+        seen("haiku")
+    assert texts == ["The rule 'Lig:"]  # the map of the calls
 
 
 def test_a_framework_that_runs_nothing_is_silent():

@@ -275,6 +275,8 @@ def test_a_class_policy_without_matmul_inherits_it(framework, routed):
         assert ways(run("p=f32,m=BF16_BF16_F32_X3"), XS) == ["bf16 DEFAULT", f"f32 {X3}"]
         # A rule goes before it.
         assert ways(run("full; */router: m=high"), XS) == ["f32 HIGH", "f32 HIGH"]
+    with jmpx.push_policy(class_of_router(framework), "c=f32,m=high"):
+        assert ways(run("p=f32,m=highest"), XS) == ["f32 HIGH", "f32 HIGH"]
 
 
 # What the page says of derivatives that the user's code defines.
