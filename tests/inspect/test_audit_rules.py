@@ -325,7 +325,7 @@ def softmax_loss(logits):
 KEPT = "*/head: product=float32"  # logits stay in float32, and products multiply in 16 bits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "framework, compute",
     [("haiku", "bf16"), ("linen", "f16"), ("nnx", "f16"), ("nnx", "f32"), ("equinox", "bf16")],
