@@ -54,7 +54,7 @@ def leave(context):
 
 
 @everywhere
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2)], ids=str)
 def test_contexts_may_end_in_any_order(kind, order):
     make, run = CONTEXTS[kind]
     dtypes = [BF16, F16, BF16]

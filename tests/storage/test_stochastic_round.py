@@ -94,7 +94,7 @@ def test_what_the_dtype_has_stays(dtype, key):
     np.testing.assert_array_equal(bits_of(rounded), bits_of(values))
 
 
-@pytest.mark.parametrize(("dtype", "jit"), [(d, d in (BF16, E4M3)) for d in FORMATS])
+@pytest.mark.parametrize(("dtype", "jit"), [(BF16, True), (F16, False), (E5M2, True)])
 def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, key, rng):
     largest = float(jnp.finfo(dtype).max)
     too_large = widened(largest * (1 + 2.0 ** -np.arange(2, 20)), F32)
