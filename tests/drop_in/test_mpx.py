@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -126,10 +127,8 @@ def test_gradients_agree_and_come_in_the_papers_order(problem):
     def with_aux(model, batch):
         return loss_fn(model, batch), {"n": 3}
 
-    both = (
-        mpx.filter_value_and_grad(with_aux, scaling, True),
-        mpx.filter_grad(with_aux, scaling, True),
-    )
+    makers: list[Any] = [mpx.filter_value_and_grad, mpx.filter_grad]
+    both = [make(with_aux, scaling, True) for make in makers]
     results = eqx.filter_jit(lambda *args: [gradient(*args) for gradient in both])(model, batch)
     (value, aux), new, finite, grads = results[0]
     assert aux == {"n": 3}

@@ -259,11 +259,11 @@ def case_of(name) -> tuple[Any, Any, Any, str]:
         rules = "c=bf16; op.tanh: f32"
         return plain_loss, jmpx.autocast(plain_loss, rules), PARAMS, rules
     net = net_of(name, zoo.mlp)
-    losses = [
+    plain, by_hand = (
         lambda model, x, apply=apply: apply(model, x).sum()
         for apply in (net.apply, net.under(RULES))
-    ]
-    return *losses, net.model, RULES
+    )
+    return plain, by_hand, net.model, RULES
 
 
 def program_of(name, loss, policy):
