@@ -71,14 +71,6 @@ def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
 
 
 @pytest.mark.slow  # a training
-def test_without_skipping_an_overflow_is_seen():
-    result = run(
-        "--mp_policy=16-mixed", "--mp_scale_value=1e30", "--epochs=1", "--nomp_skip_nonfinite"
-    )
-    assert "loss nan" in result.stdout and "skipped steps 0" in result.stdout
-
-
-@pytest.mark.slow  # a training
 def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     result = run(
         *("--mp_bn_policy=c=bf16", "--mp_loss_scale=static=2**10", "--epochs=1"),
@@ -110,20 +102,6 @@ def test_the_policy_alone_switches_between_arguments_modules_and_autocast():
     assert len(set(map(tuple, losses.values()))) == 3
 
 
-@pytest.mark.thorough
-def test_a_rule_that_matches_nothing_is_warned_of_at_once():
-    result = run("--mp_policy=c=bf16; BatchNrm: full", "--epochs=1")  # -W error: it ends there
-    assert result.returncode == 1 and "epoch" not in result.stdout
-    assert "did you mean 'BatchNorm'?" in result.stderr
-
-
-@pytest.mark.thorough
-def test_a_reduction_that_one_device_does_not_make_is_warned_of():
-    result = run("--mp_policy=c=bf16,r=bf16", "--epochs=1")  # -W error: it ends there
-    assert result.returncode == 1 and "epoch" not in result.stdout
-    assert "reduce=bfloat16 of the gradient function's policy reduces nothing" in result.stderr
-
-
 @pytest.mark.slow  # a few steps of a training
 def test_a_run_that_diverges_ends_with_one_line():
     diverging = ["--mp_policy=16-mixed", "--mp_loss_scale=static=2**100", "--mp_max_skips=2"]
@@ -135,13 +113,6 @@ def test_a_run_that_diverges_ends_with_one_line():
         "with the loss scale 'static=2**100': "
     )
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.thorough
-def test_a_wrong_variable_says_its_name():
-    result = run(JMPX_LOSS_SCALE="static=-1")
-    assert result.returncode == 1
-    assert "environment variable JMPX_LOSS_SCALE=static=-1: " in result.stderr.splitlines()[-1]
 
 
 BAD = [
