@@ -1,8 +1,5 @@
 """`jmpx.haiku.policies`: what Haiku alone has, and arrays that are made inside of a model."""
 
-import functools
-import warnings
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -65,19 +62,6 @@ def test_a_base_class_is_selected_and_the_last_rule_wins():
     assert dots(run, net.model, X) == ["float16xfloat16", FULL]
 
 
-def test_a_map_agrees_with_the_same_policies_by_class():
-    net = zoo.build("haiku", zoo.mlp, X, rng=np.random.default_rng(1))
-    inner = jmpx.get_policy("p=f32,c=f16,o=bf16")
-
-    def by_class(params, x):
-        with jmpx.push_policy(zoo.HaikuNet, "c=bf16,o=f32"):
-            with hk.mixed_precision.push_policy(hk.Linear, inner):  # pyright: ignore[reportArgumentType]
-                return net.apply(params, x)
-
-    by_map = net.under("c=bf16,o=f32; Linear: p=f32,c=f16,o=bf16")
-    assert_same_bits(jax.jit(by_map)(net.model, X), jax.jit(by_class)(net.model, X))
-
-
 def test_inside_of_the_context_both_registries_answer_through_jmpx(log):
     class Asks(hk.Module):
         def __call__(self, x):
@@ -110,15 +94,6 @@ def test_public_methods_are_boundaries_and_private_ones_are_not(method, log):
     with jmpx.haiku.policies("c=bf16,o=f16"):
         assert jax.eval_shape(network.apply, {}, None, X).dtype == F16
     assert set(log) == {BF16}
-
-
-def test_a_cached_call_meets_nothing_and_warns_of_nothing():
-    net, policy_map = zoo.build("haiku", zoo.mlp, X), "c=bf16; */head: full"
-    apply = jax.jit(net.apply)
-    for _ in range(3):
-        with warnings.catch_warnings(), jmpx.haiku.policies(policy_map):
-            warnings.simplefilter("error")
-            assert apply(net.model, X).dtype == BF16
 
 
 # Arrays that are made inside: calls that read parameters cast them
@@ -182,25 +157,18 @@ def at_apply(loop):
 FORMS = {
     "plain": lambda layer, x, made: layer(made),
     "numpy": lambda layer, x, made: layer(np.ones((2, SIZE), F32)),
-    "one_hot": lambda layer, x, made: layer(jax.nn.one_hot(jnp.array([1, 2]), SIZE)),
     "after a norm": lambda layer, x, made: layer(hk.LayerNorm(-1, True, True)(made)),
     "remat": lambda layer, x, made: hk.remat(layer)(made),
     "vmap": lambda layer, x, made: hk.vmap(layer, split_rng=False)(made),
-    "map": lambda layer, x, made: hk.map(layer, made),
     "scan": lambda layer, x, made: hk.scan(
         lambda carry, _: (layer(carry), layer(carry)), made, None, length=2
     ),
-    "reversed": lambda layer, x, made: hk.scan(
-        lambda carry, x: (layer(carry), carry), made, made, reverse=True
-    ),
-    "fori_loop": lambda layer, x, made: hk.fori_loop(0, 2, lambda i, carry: layer(carry), made),
     "while_loop": at_apply(
         lambda layer, x, made: hk.while_loop(
             lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, layer(carry[1])), (0, made)
         )
     ),
     "cond": at_apply(lambda layer, x, made: hk.cond(x[0, 0] < 9, layer, lambda made: made, made)),
-    "switch": at_apply(lambda layer, x, made: hk.switch(0, [layer, lambda made: made], made)),
     "JAX's scan": at_apply(
         lambda layer, x, made: jax.lax.scan(
             lambda carry, _: (layer(carry), None), made, None, length=2
@@ -224,11 +192,8 @@ MODULES = {
         made(2, SIZE), x, x
     ),
     "convolutions": lambda x: hk.Conv2DTranspose(2, 3)(hk.Conv2D(2, 3)(made(1, 4, 4, 2))),
-    "depthwise": lambda x: hk.DepthwiseConv2D(1, 3)(made(1, 4, 4, 2)),
-    "mlp": lambda x: hk.nets.MLP([5, 3])(made(2, SIZE)),
     "batch norm": lambda x: hk.Linear(3)(hk.BatchNorm(True, True, 0.9)(made(2, SIZE), True)),
     "average": lambda x: hk.Linear(3)(hk.ExponentialMovingAverage(0.9)(made(2, SIZE))),
-    "group norm": lambda x: hk.Linear(3)(hk.GroupNorm(2)(made(2, SIZE))),
     "embedding": lambda x: hk.Linear(3)(hk.Embed(9, SIZE)(jnp.arange(2)).astype(F32)),
     "quantizer": lambda x: hk.nets.VectorQuantizer(SIZE, 8, 0.25)(made(2, SIZE), True)["loss"],
     "layer_stack": lambda x: hk.layer_stack(2)(hk.Linear(SIZE))(made(2, SIZE)),
@@ -238,30 +203,26 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_of_haiku(name):
-    assert multiplied(MODULES[name], X, "c=bf16,o=f32") == {BF16}
-
-
-LIFTS = [functools.partial(hk.lift, name="lifted"), hk.transparent_lift]
-
-
-@pytest.mark.parametrize("lift", LIFTS)
-def test_lifted_parameters_are_stored_ones(lift, log):
+def test_lifted_parameters_are_stored_ones(log):
     def run(x):
         inner = hk.transform(lambda x: hk.Linear(SIZE)(x))
-        params = lift(inner.init)(hk.next_rng_key() if hk.running_init() else None, x)
+        rng = hk.next_rng_key() if hk.running_init() else None
+        params = hk.lift(inner.init, name="lifted")(rng, x)
         LOG.append({leaf.dtype for leaf in jax.tree.leaves(params)})
         return inner.apply(params, None, made(2, SIZE))
 
     assert multiplied(run, X, "c=bf16,o=f32") == {BF16}
-    net = network(run, outer=False)
     with jmpx.haiku.policies("bf16; Linear: full"):
-        params, _ = jax.eval_shape(net.init, KEY, X)
+        params, _ = jax.eval_shape(network(run, outer=False).init, KEY, X)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {BF16}
     log.clear()
     assert multiplied(run, X, "c=bf16; Linear: full", outer=False) == {F32}
     assert log == 3 * [{F32}]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_haiku(name):
+    assert multiplied(MODULES[name], X, "c=bf16,o=f32") == {BF16}
 
 
 def test_a_rule_goes_before_and_a_parent_without_parameters_is_not_cast(log):
@@ -303,8 +264,6 @@ CORES = {
     "GRU": lambda: hk.GRU(3),
     "VanillaRNN": lambda: hk.VanillaRNN(3),
     "Conv1DLSTM": lambda: hk.Conv1DLSTM((3,), 2, 3),
-    "Conv2DLSTM": lambda: hk.Conv2DLSTM((3, 3), 2, 3),
-    "Conv3DLSTM": lambda: hk.Conv3DLSTM((3, 3, 3), 2, 3),
     "IdentityCore": lambda: hk.IdentityCore(),
     "ResetCore": lambda: Resetting(hk.LSTM(3)),
     "DeepRNN": lambda: hk.DeepRNN([hk.LSTM(3), jax.nn.relu, hk.GRU(3), hk.Linear(2)]),
@@ -312,20 +271,12 @@ CORES = {
 }
 
 
-def reversed_unroll(core, x, state):
-    return hk.dynamic_unroll(core, x, state, reverse=True)
-
-
-def all_states(core, x, state):
-    return hk.dynamic_unroll(core, x, state, return_all_states=True)
-
-
 def scanned(core, x, state):
     step = hk.remat(lambda state, x: core(x, state)[::-1])
     return hk.scan(step, state, x)
 
 
-UNROLLS = [hk.dynamic_unroll, hk.static_unroll, reversed_unroll, all_states, scanned]
+UNROLLS = [hk.dynamic_unroll, hk.static_unroll, scanned]
 RULES = ["c=bf16; Linear?: full", "c=bf16; RNNCore: full", "c=f16,o=f32; GRU?: f32"]
 
 
@@ -338,12 +289,12 @@ def unrolled(core, unroll):
 
 
 def sequence(core):
-    images = {"Conv1DLSTM": (3, 1), "Conv2DLSTM": (3, 3, 1), "Conv3DLSTM": (3, 3, 3, 1)}
-    return normal(np.random.default_rng(0), 3, 2, *images.get(core, (SIZE,)))
+    shape = (3, 1) if core == "Conv1DLSTM" else (SIZE,)
+    return normal(np.random.default_rng(0), 3, 2, *shape)
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("unroll", range(5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("unroll", range(3))
 @pytest.mark.parametrize("core", CORES)
 def test_recurrent_cores_multiply_in_16_bits_but_by_a_rule(core, unroll):
     policy_map = ["c=bf16,o=f32", "c=f16,o=f32", *RULES][(list(CORES).index(core) + unroll) % 5]
@@ -352,12 +303,6 @@ def test_recurrent_cores_multiply_in_16_bits_but_by_a_rule(core, unroll):
     if policy_map not in RULES:
         dtype = BF16 if "bf16" in policy_map else F16
         assert found == (set() if core == "IdentityCore" else {dtype})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("core", CORES)
-def test_recurrent_cores_compute_what_they_do_in_float32(core):
-    assert_close(unrolled(core, hk.dynamic_unroll), sequence(core), "c=bf16,o=f32")
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -394,11 +339,3 @@ def test_a_core_in_float32_loses_no_digit_of_its_state(rng):
             return net.apply(params, {}, None, x)[0], expected
 
     assert_same_bits(*jax.jit(both)(params, x))
-
-
-def test_a_rule_mends_a_carry_that_cannot_be_kept():
-    net = hk.transform(lambda x: hk.layer_stack(2)(hk.Linear(SIZE))(x))
-    with pytest.raises(TypeError, match="carry"), jmpx.haiku.policies("c=bf16"):
-        jax.eval_shape(net.init, KEY, X)
-    with jmpx.haiku.policies("c=bf16; Linear: compute=bfloat16,output=float32"):
-        jax.eval_shape(net.init, KEY, X)
