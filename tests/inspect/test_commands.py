@@ -46,9 +46,8 @@ def error_of(capsys, *arguments):
 # audit
 
 
-@pytest.mark.parametrize("make", ["shapes", "arrays"])
-def test_audit_prints_the_report(make, capsys):
-    assert run("audit", f"THIS:{make}") == 0
+def test_audit_prints_the_report(capsys):
+    assert run("audit", "THIS:arrays") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("Audit of loss_fn and its gradient\n") and printed.err == ""
     assert "bfloat16 x bfloat16" in printed.out
@@ -159,12 +158,7 @@ def flops_of(capsys, *arguments):
 
 @pytest.mark.parametrize(
     ("text", "flag", "target"),
-    [
-        (ABSL, "program_size", "program:make"),
-        (ABSL, "program_size", "program.py:make"),
-        (ARGPARSE, "size", "program:make"),
-        (ARGPARSE, "size", "./program.py:make"),
-    ],
+    [(ABSL, "program_size", "program:make"), (ARGPARSE, "size", "./program.py:make")],
 )
 def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, program, capsys):
     sys.path.insert(0, str(program(text).parent))
@@ -188,8 +182,6 @@ def test_a_wrong_flag_is_one_line(program, capsys):
     line = error_of(capsys, "audit", "program.py:make", "--", "--program_sise=3")
     assert line.startswith("The flags of 'program.py' after -- are wrong: UnrecognizedFlagError: ")
     assert "Did you mean: program_size" in line
-    line = error_of(capsys, "audit", "program.py:make", "--", "--program_size=0")
-    assert "IllegalFlagValueError" in line and "--program_size" in line
 
 
 # Wrong usage
