@@ -181,7 +181,7 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_never_gives_other_bits(tmp_path, tree, name):
     """Each file of a checkpoint in turn: some hold what nobody reads, and none may do harm."""

@@ -209,6 +209,7 @@ def test_the_example_itself_learns():
     assert "step/s" in result.stderr and "2 x 2 devices: " in result.stdout
 
 
+@pytest.mark.thorough
 def test_without_a_cluster_nothing_is_launched():
     result = run_python("-W", "error", str(SCRIPT), "--launch=none", xla_flags=QUICK_XLA)
     assert result.returncode == 2 and not output(result)

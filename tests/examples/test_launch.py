@@ -107,7 +107,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_ends_all_and_the_last_line_says_whose(start, tmp_path, name):
     deeds, sentence, seen = FAILURES[name]

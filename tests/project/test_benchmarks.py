@@ -42,7 +42,7 @@ def test_vit_base_has_the_papers_size():
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 86_567_656
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", steps.points(steps.IMPLEMENTATIONS, DTYPES), ids=" ".join)
 def test_every_step_returns_what_it_takes(point):
     traced = steps.trace(point, TINY, 2)

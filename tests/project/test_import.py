@@ -2,6 +2,7 @@
 
 import textwrap
 
+import pytest
 from helpers import run_python
 
 HEAVY = (
@@ -68,6 +69,7 @@ def test_the_core_works_without_optional_packages_and_autocast():
     assert result.stdout == expected, result.stderr
 
 
+@pytest.mark.thorough
 def test_a_missing_haiku_says_how_to_install_it():
     result = run(
         """
@@ -81,6 +83,7 @@ def test_a_missing_haiku_says_how_to_install_it():
     assert "jmpx.haiku needs Haiku" in message and "pip install 'jmpx[haiku]'" in message
 
 
+@pytest.mark.thorough
 def test_help_and_completion_know_what_is_installed():
     result = run(
         """

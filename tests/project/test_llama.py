@@ -41,7 +41,7 @@ def test_attention_equals_that_of_numpy_in_float64(rng):
     np.testing.assert_allclose(found[0], expected, atol=1e-4)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", llama.WAYS)
 def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     traced = llama.trace(way, SMALL, jax.devices())

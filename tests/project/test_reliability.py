@@ -115,6 +115,7 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
             assert digest(state) == digest(states[step - 1]), index
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["npz"])
 def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_path):
     folder = saved(form, tmp_path / "saved", states[0])

@@ -85,6 +85,7 @@ def test_the_default_run_has_a_sample(collect):
     assert sorted(collect()) == sorted(DEFAULT)
 
 
+@pytest.mark.thorough
 def test_ci_runs_every_case_and_those_of_versions_on_each_line(collect):
     words = re.findall(r'/bin/pytest -n auto -m "(.*?)"', (ROOT / ".ci/run").read_text())
     words.remove("hypothesis")  # properties once more, with other examples

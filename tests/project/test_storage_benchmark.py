@@ -20,6 +20,7 @@ def promotion():
         yield
 
 
+@pytest.mark.thorough
 def test_counting_stalls_in_bfloat16_alone(capsys):
     storage.main(["--small", "--only", "counting"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

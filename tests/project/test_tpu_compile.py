@@ -84,7 +84,7 @@ def test_every_point_is_there_once_and_every_way_has_a_name():
         assert {(*group, way) for way in pair} <= there, group
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", model_steps.TRANSFORMER_WAYS)
 def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     if way.lower() in steps.PEERS:
