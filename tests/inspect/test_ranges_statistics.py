@@ -72,19 +72,6 @@ def cast_shares(numbers, dtype, scale):
     return tuple(int(count) / max(numbers.size, 1) for count in counts)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_the_reference_rounds_as_casts_do(dtype, rng):
-    """From float32, a cast rounds once: the reference is the same, in the format and beyond it."""
-    numbers = np.ldexp(rng.uniform(-2, 2, 20_000), rng.integers(-150, 128, 20_000))
-    numbers = np.concatenate([numbers.astype(np.float32), np.array(EDGES[:6], np.uint32).view("f")])
-    numbers = numbers[np.isfinite(numbers)]
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = numbers.astype(np.dtype(getattr(jnp, dtype))).astype(np.float64)
-    expected = np.where(np.isfinite(cast), cast, np.inf)
-    found = rounded_once(numbers.astype(np.float64), np.dtype(getattr(jnp, dtype)))
-    np.testing.assert_array_equal(np.abs(found), np.abs(expected))
-
-
 @settings(max_examples=60, deadline=None)
 @given(PATTERNS)
 @example([0x01000001] * SIZE)  # 2**-9 of it has to be rounded at once, not by way of float32
@@ -133,17 +120,9 @@ def test_a_mask_takes_what_a_score_adds_to_it_and_no_more():
     for apart, is_masked in ((0, 1), (counting._NEAR, 1), (counting._NEAR + 1, 0)):
         for bits in (mask - apart, mask + apart):
             array = np.array([bits], np.uint32).view(np.float32)
-            assert measure(array, (1e9,)).masked == is_masked, (apart, bits - mask)
-
-
-def test_masks_are_counted_apart(rng):
-    scores = rng.normal(size=100).astype(np.float32) * 10
-    array = np.concatenate(
-        [scores, scores - np.float32(1e9), np.asarray([1.5e9, 0.9e9], np.float32)]
-    )
-    histogram = measure(array.astype(np.float32), (1e9,))
-    assert histogram.masked == 100 and histogram.numbers == 102
-    assert max(histogram.exponents) == 30  # of 1.5e9
+            found = measure(array, (1e9,))
+            expected = is_masked, 1 - is_masked
+            assert (found.masked, found.numbers) == expected, (apart, bits - mask)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 1, 3)])
@@ -169,9 +148,6 @@ def test_histograms_are_merged(rng):
 def test_a_scale_is_a_power_of_two_and_only_four_formats_are_known():
     for scale in (3, 0, -2, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="power of two"):
-            Histogram().shares("float16", scale)
-    for scale in ("8", None, 1j):
-        with pytest.raises(TypeError, match="must be real number"):
             Histogram().shares("float16", scale)
     for dtype in ("float32", jnp.float32, "float15"):
         with pytest.raises(ValueError, match="Expected one of the formats float16|Unknown dtype"):
