@@ -177,32 +177,6 @@ def test_what_each_layer_sees():
     ]
 
 
-@pytest.mark.parametrize("seen_through", ["call", "filter_vmap", "scan", "checkpoint"])
-def test_an_island_inside_a_method_is_a_boundary_under_transformations(rng, seen_through):
-    class Outer(eqx.Module):
-        norm: eqx.nn.LayerNorm
-        probe: Probe
-
-        def __call__(self, x):
-            if seen_through == "scan":
-                params, static = eqx.partition(self.norm, eqx.is_array)
-                step = lambda carry, x: (carry, eqx.combine(params, static)(x))  # noqa: E731
-                x = jax.lax.scan(step, x[0], x)[1]
-            elif seen_through == "filter_vmap":
-                x = eqx.filter_vmap(self.norm)(x)
-            else:
-                wrap = eqx.filter_checkpoint if seen_through == "checkpoint" else lambda f: f
-                x = jax.vmap(wrap(self.norm))(x)
-            return self.probe(x)
-
-    model = randomized(Outer(eqx.nn.LayerNorm(4), Probe(jnp.ones(4))), rng)
-    x = normal(rng, 3, 4)
-    result = with_policies(model, f"{MIXED}; /norm: full")(x)
-    inside = jax.vmap(model.norm)(x.astype(BF16).astype(F32)).astype(BF16)
-    assert_same_bits(result, (inside * model.probe.weight.astype(BF16)).astype(F32))
-    assert LOG == [("probe", "bfloat16", "bfloat16")]
-
-
 def test_rules_go_before_the_registry_and_that_before_the_default(net, rng):
     x = normal(rng, 6)
     assert jax.tree.structure(with_policies(net)) == jax.tree.structure(net)

@@ -65,17 +65,6 @@ def test_layers_compute_as_those_that_are_cast(name):
     assert program(island, params, jnp.ones(shape)) == expected
 
 
-@pytest.mark.thorough
-def test_dropout_and_embedding(key):
-    x = jnp.arange(50.0)
-    view = with_policies(nn.Dropout(0.4), "bf16")
-    assert view.p == 0.4 and isinstance(view.p, float)
-    assert_same_bits(view(x, key=key), nn.Dropout(0.4)(x.astype(BF16), key=key))
-    embedding, tokens = nn.Embedding(7, 3, key=key), jnp.arange(5)
-    result = jax.vmap(with_policies(embedding, MIXED))(tokens)
-    assert_same_bits(result, embedding.weight[tokens].astype(BF16).astype(F32))
-
-
 class Tied(eqx.Module):
     shared: nn.Shared
 
@@ -157,26 +146,6 @@ def test_batch_norm_that_is_stored_in_16_bits_stays_so():
     run = functools.partial(batched, with_policies(model, MIXED))
     result, new = eqx.filter_eval_shape(run, jnp.ones((8, 3)), state)
     assert result.dtype == F32 and set(dtypes(new)) == {"bool", "float16"}
-
-
-@leniently
-def test_batch_norm_in_a_sequential_and_in_a_train_step():
-    def make():
-        norm = nn.BatchNorm(3, "batch", mode="ema", channelwise_affine=False)
-        return nn.Sequential([nn.Linear(4, 3, key=KEY), norm, nn.Lambda(jax.nn.relu)])
-
-    model, state = nn.make_with_state(make)()
-
-    def loss_fn(model, state, x):
-        y, state = batched(with_policies(model, "c=f16,o=f32"), x, state)
-        return jnp.mean(y**2), state
-
-    grad_fn = jmpx.filter_value_and_grad(
-        loss_fn, jmpx.DynamicLossScale(), has_aux=True, policy="full"
-    )
-    (_, after), _, _, grads = eqx.filter_eval_shape(grad_fn, model, state, jnp.ones((8, 4)))
-    assert dtypes(after) == dtypes(state) and set(dtypes(grads)) == {"float32"}
-    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
 
 
 @pytest.mark.thorough
