@@ -123,3 +123,8 @@ def test_a_train_step_of_a_vision_transformer(chip, devices):
     traced = model_steps.trace(point, devices(chip), small=True)
     lowered = traced.lower(lowering_platforms=(CHIPS[chip].platform,))
     assert_alike(row, lowered.compile(compiler_options=CHIPS[chip].options))
+
+
+def test_a_mesh_of_more_chips_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="^Expected at most as many chips as 16x16 of v5e, got 512"):
+        CHIPS["v5e"].topology(512)
