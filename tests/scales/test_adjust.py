@@ -150,20 +150,6 @@ def test_adjust_takes_every_kind_of_bool_and_nothing_else():
             jmpx.DynamicLossScale().adjust(finite)
 
 
-def test_weak_numbers_become_strong_so_that_a_loop_compiles_once():
-    loss_scale = jmpx.DynamicLossScale(jnp.asarray(8.0), jnp.asarray(0))
-    traces = []
-
-    @jax.jit
-    def step(loss_scale):
-        traces.append(loss_scale)
-        return loss_scale.adjust(True)
-
-    for _ in range(3):
-        loss_scale = step(loss_scale)
-    assert len(traces) == 1
-
-
 def adjust_before(loss_scale, finite):
     """The adjustment as it was before hysteresis."""
     finite = jnp.asarray(finite)
@@ -199,21 +185,6 @@ def test_the_counter_is_kept_within_its_row():
         assert scale.counter == expected and scale.counter.dtype == np.int32
     scale = jmpx.DynamicLossScale(8.0, jnp.int32(-5), hysteresis=2).adjust(False)
     assert (value(scale), int(scale.counter)) == (4, -1)
-
-
-def test_the_gradient_functions_adjust_with_hysteresis(rng):
-    w = jnp.asarray(rng.normal(size=4), jnp.float32)
-
-    @jax.jit
-    def grad(scaling, w):
-        return jmpx.filter_grad(lambda w: (w**2).sum(), scaling, policy="c=f16")(w)
-
-    scaling, scales = jmpx.DynamicLossScale(2.0**40, hysteresis=2), []  # far beyond float16
-    for _ in range(3):
-        scaling, finite, _ = grad(scaling, w)
-        scales.append(value(scaling))
-        assert not finite
-    assert scales == [2.0**40, 2.0**39, 2.0**38]
 
 
 # MPX's trajectory

@@ -3,7 +3,6 @@
 import dataclasses
 import warnings
 
-import compiled_step
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +155,7 @@ def test_one_scale_holds_in_every_method(origin, rng):
             np.testing.assert_array_equal(loss_scale.unscale(loss_scale.scale(x)), x)
 
 
-@pytest.mark.parametrize(("start", "configuration", "expected"), BOUNDS[:3])
+@pytest.mark.parametrize(("start", "configuration", "expected"), BOUNDS[:4])
 def test_and_in_the_gradient_functions(start, configuration, expected, rng):
     x = jnp.asarray(rng.integers(1, 8, size=4), jnp.float32)
     factor = 2.0 ** -np.clip(np.log2(expected), -100, 100)
@@ -232,44 +231,6 @@ def test_which_scales_never_fall_below_1():
     assert not is_at_least_1(OfOnesOwn())
 
 
-def count_step(layers, by_hand):
-    """Counts what a JMP-style step of a chain of matrices compiles to."""
-
-    def scaled_loss(params, scale, x):
-        for w in params:
-            x = jnp.tanh(x @ w.astype(jnp.float16))
-        return scale(x.astype(jnp.float32).sum())
-
-    def ours(params, loss_scale, x):
-        grads = jax.grad(scaled_loss)(params, loss_scale.scale, x)
-        grads = loss_scale.unscale(grads)
-        finite = jmpx.all_finite(grads)
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return jmpx.select_tree(finite, new, params), loss_scale.adjust(finite)
-
-    def hand_written(params, loss_scale, x):
-        scale, counter = loss_scale.loss_scale, loss_scale.counter
-        grads = jax.grad(scaled_loss)(params, lambda loss: loss * scale, x)
-        grads = jax.tree.map(lambda g: g * (1 / scale), grads)
-        finite = jnp.stack([jnp.isfinite(g).all() for g in grads]).all()
-        new = [jnp.where(finite, p - 0.1 * g, p) for p, g in zip(params, grads, strict=True)]
-        due = counter == 1999
-        grown = jnp.where(due & jnp.isfinite(scale * 2), scale * 2, scale)
-        scale = jnp.where(finite, grown, jnp.maximum(scale / 2, 1.0))
-        return new, (scale, jnp.where(finite & ~due, counter + 1, 0))
-
-    params = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * layers
-    arguments = params, jmpx.DynamicLossScale(), jax.ShapeDtypeStruct((4, 32), jnp.float16)
-    lowered = jax.jit(hand_written if by_hand else ours, donate_argnums=(0, 1)).lower(*arguments)
-    return compiled_step.counts(lowered.compile())
-
-
-def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
-    ours, by_hand = count_step(4, by_hand=False), count_step(4, by_hand=True)
-    for name in ("entry_ops", "bytes_accessed", "instructions"):
-        assert ours[name] <= 1.01 * by_hand[name], name
-
-
 # Construction
 
 
@@ -337,21 +298,6 @@ def test_trees_of_anything_have_its_structure():
     stacked = jax.vmap(jmpx.DynamicLossScale)(jnp.array([2.0, 4.0]))
     halved = jax.vmap(lambda s: s.adjust(False), in_axes=(axes,))(stacked)
     np.testing.assert_array_equal(halved.loss_scale, [1.0, 2.0])
-
-
-def test_shapes_and_lowering():
-    def step(loss_scale, x):
-        return loss_scale.adjust(jmpx.all_finite(loss_scale.scale(x)))
-
-    x = jax.ShapeDtypeStruct((3,), jnp.float32)
-    for loss_scale in KINDS.values():
-        shapes = jax.eval_shape(step, loss_scale, x)
-        assert jax.tree.structure(shapes) == jax.tree.structure(loss_scale)
-        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale)
-        for argument in (loss_scale, structs, shapes):
-            lowered = jax.jit(step, donate_argnums=0).lower(argument, x)
-            assert lowered.args_info[0][0] is not None
-        lowered.compile()
 
 
 def test_a_stack_of_scales_needs_vmap(rng):

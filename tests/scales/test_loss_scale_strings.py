@@ -14,7 +14,6 @@ from hypothesis import assume, example, given, strategies as st
 import jmpx
 
 Dynamic, Static, NoOp = jmpx.DynamicLossScale, jmpx.StaticLossScale, jmpx.NoOpLossScale
-F16 = "params=float32,compute=float16"
 
 LONGEST = "dynamic, init=2**15, period=500, factor=2, min=1, max=2**24, backoff=0.5, hysteresis=2"
 STRINGS = {
