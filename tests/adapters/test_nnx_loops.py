@@ -19,19 +19,13 @@ LOOPS = {
     "fori": lambda f, h: jax.lax.fori_loop(0, 3, lambda _, h: f(h), h),
     "while": lambda f, h: jax.lax.while_loop(lambda h: h.sum() > 1e9, f, h),
     "cond": lambda f, h: jax.lax.cond(True, f, lambda h: h, h),
-    "switch": lambda f, h: jax.lax.switch(1, [lambda h: h, f], h),
-    "checkpoint": lambda f, h: jax.lax.scan(
-        jax.checkpoint(lambda h, _: (f(h), None)), h, None, length=2
-    )[0],
     "nnx.scan": lambda m, h: nnx.scan(
         lambda m, h: m(h), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3
     )(m, h),
-    "nnx.fori": lambda m, h: nnx.fori_loop(0, 3, lambda _, c: (c[0], c[0](c[1])), (m, h))[1],
     "nnx.while": lambda m, h: nnx.while_loop(
         lambda c: c[1].sum() > 1e9, lambda c: (c[0], c[0](c[1])), (m, h)
     )[1],
     "nnx.cond": lambda m, h: nnx.cond(True, lambda m, h: m(h), lambda m, h: h, m, h),
-    "nnx.switch": lambda m, h: nnx.switch(1, [lambda m, h: h, lambda m, h: m(h)], m, h),
 }
 CARRIES = [(MIXED, F32), (MIXED, BF16), ("c=f16", F32), ("c=f16; Square: c=bf16,o=f32", F32)]
 
@@ -88,18 +82,6 @@ def decode(model, x):
     return jax.lax.scan(step, (carry, jnp.zeros(x.shape)), None, length=3)[1]
 
 
-def reset(model, x):
-    """Episodes end within a sequence, as in reinforcement learning."""
-
-    def step(carry, x):
-        carry = jax.tree.map(lambda h: jnp.where(x[:, :1] > 0, jnp.zeros(h.shape), h), carry)
-        carry, y = model.layer(carry, x)
-        return carry, model.head(y)
-
-    carry = model.layer.initialize_carry(x.shape, nnx.Rngs(0))
-    return jax.lax.scan(step, carry, jnp.stack(3 * [x]))[1]
-
-
 def unrolled(model, x):
     carry = model.layer.initialize_carry(x.shape, nnx.Rngs(0))
     for _ in range(3):
@@ -111,11 +93,6 @@ def in_a_layer(model, x):
     return model.head(nnx.RNN(model.layer)(jnp.stack(3 * [x], 1)))
 
 
-def ragged(model, x):
-    rnn = nnx.RNN(model.layer, return_carry=True, reverse=True, keep_order=True)
-    return rnn(jnp.stack(3 * [x], 1), seq_lengths=jnp.array([2, 3]))[1]
-
-
 def both_ways(model, x):
     rnn = nnx.Bidirectional(nnx.RNN(model.layer), nnx.RNN(model.layer, time_major=False))
     return rnn(jnp.stack(3 * [x], 1))
@@ -123,19 +100,15 @@ def both_ways(model, x):
 
 @standard_promotion
 @pytest.mark.versions
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("run", [decode, reset, unrolled, in_a_layer, ragged, both_ways])
+@pytest.mark.parametrize("run", [decode, unrolled, in_a_layer, both_ways])
 def test_cells_multiply_in_16_bits_in_all_loops(run, name):
     policies = ["c=bf16,o=f32", "c=f16", "c=bf16; {}: c=bf16,o=f32"]
     policy = policies[(CELLS.index(name) + len(run.__name__)) % 3].format(name)
     model = Model(run, layer=cell(name), head=linear())
     low = "float16" if "c=f16" in policy else "bfloat16"
     assert traced(model, policy, X) == {f"{low}x{low}"}
-    if name == "SimpleCell":
-        both = lambda m: (jmpx.flax.with_policies(m, policy)(X).astype(F32), m(X))  # noqa: E731
-        run, state = pure(both, model)
-        np.testing.assert_allclose(*jax.jit(run)(state), atol=0.05)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(c, (F32, BF16)[n % 2]) for n, c in enumerate(CELLS)])
@@ -159,21 +132,3 @@ def test_a_cell_inside_returns_its_carry_as_it_came(name, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves((new, y, alone[1]))} == {BF16}
     if is_run:
         assert_same_bits((jmpx.cast_tree(alone[0], BF16), alone[1]), (new, y))
-
-
-@pytest.mark.thorough
-@pytest.mark.versions
-@standard_promotion
-@pytest.mark.parametrize(("rule", "dtype"), [("", BF16), ("; MultiHeadAttention: full", F32)])
-def test_attention_decodes_with_a_cache_in_its_compute_dtype(rng, rule, dtype):
-    """Flax writes no other dtype to it."""
-    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
-    attention.init_cache((2, 3, 4), dtype=dtype)
-    model, x = Model(lambda m, x: m.head(m.attention(x)), attention=attention, head=linear()), []
-    for _ in range(3):
-        x.append(normal(rng, 2, 1, 4))
-        y = jmpx.flax.with_policies(model, MIXED + rule)(x[-1])
-    assert attention.cached_key is not None and attention.cached_key.dtype == dtype
-    full = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
-    expected = model.head(full(x[-1], jnp.concatenate(x, 1)))
-    np.testing.assert_allclose(y, expected, atol=0.03)
