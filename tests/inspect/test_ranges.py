@@ -3,21 +3,17 @@
 import collections
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F16, F32, normal
-from helpers.planted_layer import planted
+from helpers import F16, normal
 from jax import lax
 
 import jmpx
 
 look = jmpx.inspect.ranges
-thorough = pytest.mark.thorough
 
 
 def counted(array):
@@ -61,13 +57,13 @@ def unrolled(x):
     return jnp.sum(carry) + jnp.sum(jnp.stack(ys))
 
 
-@pytest.mark.thorough
 def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
-    loop, plain = (by_scope(look(fn)(x)) for fn in (scanned, unrolled))
-    assert loop["body"].histogram == plain["body"].histogram
-    loop, plain = (by_scope(look(fn)(x), "gradients") for fn in (scanned, unrolled))
-    assert loop["body"].histogram.exponents == plain["body"].histogram.exponents
+    found = [look(fn)(x) for fn in (scanned, unrolled)]
+    loop, plain = (by_scope(each)["body"].histogram for each in found)
+    assert loop == plain
+    loop, plain = (by_scope(each, "gradients")["body"].histogram for each in found)
+    assert loop.exponents == plain.exponents
 
 
 def test_while_loops_and_the_branch_that_runs_are_counted(rng):
@@ -130,31 +126,6 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
     assert again.loss_scale() == plain.loss_scale()
 
 
-@pytest.mark.thorough
-def test_what_was_traced_in_16_bits_runs_in_float32(rng):
-    table = normal(rng, 6, 4).astype(F16)  # an argument, too
-    params = {"w": normal(rng, 4, 4) * 300, "table": table}
-    indices = jnp.asarray([0, 3, 3, 5])
-
-    def loss_fn(params, indices, dtype):
-        params = jax.tree.map(lambda p: p.astype(dtype), params)
-        h = params["table"][indices] * jnp.asarray(40.0, dtype)
-        carry, _ = lax.scan(lambda c, x: ((c @ params["w"]) / 500, jnp.max(c)), h, h)
-        h = lax.cond(jnp.sum(carry) > 0, jnp.sin, jnp.tanh, jax.jit(jnp.exp)(-jnp.abs(carry)))
-        h = h.at[indices[:2]].add(jnp.ones((2, 4), dtype))
-        return jnp.mean(h.astype(F32) ** 2) * 1e-7
-
-    def run(params, dtype):
-        fn = functools.partial(loss_fn, dtype=dtype)
-        return look(fn)(params, indices)
-
-    found = run(params, F16)
-    plain = run({"w": params["w"], "table": table.astype(F32)}, F32)
-    assert found.shares("float16").lost > 0  # it has no such ones
-    for kind in ("activations", "gradients"):
-        assert found.histogram(kind).exponents == plain.histogram(kind).exponents
-
-
 def test_autocast_has_no_effect(rng):
     w, x = normal(rng, 4, 4) * 1e4, normal(rng, 3, 4)
 
@@ -183,15 +154,14 @@ def test_subnormal_numbers_are_seen():
     assert found.shares("bfloat16", kind="activations").lost == 1
 
 
-@pytest.mark.parametrize("fill", [-1e9, pytest.param(jnp.finfo(F32).min, marks=thorough)])
-def test_a_mask_does_not_overflow(fill, rng):
+def test_a_mask_does_not_overflow(rng):
     def loss_fn(q, mask):
         with jax.named_scope("attention"):
-            weights = jax.nn.softmax(jnp.where(mask, q @ q.T, fill))
+            weights = jax.nn.softmax(jnp.where(mask, q @ q.T, -1e9))
         return jnp.mean(weights**2)
 
     found = look(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
-    assert found.masks == (abs(float(np.float32(fill))),)
+    assert found.masks == (1e9,)
     assert found.histogram("activations").masked == 12  # in the scores, and less their maximum
     assert found.shares("float16", kind="activations").overflowing == 0
     assert "Masks, counted apart: 12 numbers" in str(found)
@@ -211,48 +181,25 @@ def test_infinities_and_nans_do_not_count_as_overflows(rng):
 
 
 def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
+    """And the numbers of a loss scale do not count."""
     w, x = normal(rng, 4, 3), normal(rng, 5, 4)
 
-    def loss_fn(w, x):
+    def loss_fn(w):
         return jnp.mean((x @ w) ** 2)
 
-    def step(w, x):
-        loss, gradient = jax.value_and_grad(lambda w: 2.0**10 * loss_fn(w, x))(w)
+    def step(w):
+        loss, gradient = jax.value_and_grad(lambda w: 2.0**10 * loss_fn(w))(w)
         return w - 0.1 * gradient, loss
 
-    plain, scaled = look(loss_fn)(w, x), look(step)(w, x)
-    assert (scaled.title, plain.title) == ("step", "loss_fn and its gradient")
-    assert scaled.loss_scale() == plain.loss_scale() / 2**10
-
-
-def test_the_numbers_of_a_loss_scale_do_not_count(rng):
-    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
-
-    def step(w, scale):
-        def loss_fn(w):
-            return jnp.mean((x @ w) ** 2)
-
+    def step_of_jmpx(w, scale):
         scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
         return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
 
-    found = look(step)(w, jmpx.DynamicLossScale(2**16))
-    plain = look(lambda w: jnp.mean((x @ w) ** 2))(w)
+    plain, scaled = look(loss_fn)(w), look(step)(w)
+    assert (scaled.title, plain.title) == ("step", "loss_fn and its gradient")
+    assert scaled.loss_scale() == plain.loss_scale() / 2**10
+    found = look(step_of_jmpx)(w, jmpx.DynamicLossScale(2**16))
     assert found.loss_scale() == plain.loss_scale() / 2**16
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("framework", ["haiku", "nnx"])
-@pytest.mark.usefixtures("standard_promotion")
-def test_modules_are_told_by_their_paths(framework):
-    """One layer squares numbers beyond float16, and no other layer comes near."""
-    squares = lambda x: jnp.log1p(jnp.sum(x * x, -1, keepdims=True) * x)  # noqa: E731
-    loss, (model, x) = planted(framework, squares, "c=f16,o=f32")
-    model = jax.tree.map(lambda x: jnp.full(x.shape, 6.0, x.dtype), model)
-    found = look(loss)(model, 40 * x)
-    for each in found.activations:
-        is_over = each.histogram.shares("float16").overflowing > 0
-        assert is_over == (each.scope.rpartition("/")[2] == "plant")
-    assert found.shares("float16", kind="activations", scope="*/plant").overflowing > 0
 
 
 @pytest.mark.parametrize(
@@ -278,9 +225,8 @@ def test_the_loss_scale_leaves_head_room(largest, options, scale):
     assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
     said = "A loss that is itself computed in float16 takes dynamic,init=32768."
     assert (said in str(found)) == (found.loss_scale() > 2**15)
-    for head_room in (1.5, "2", None):
-        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-            found.loss_scale(head_room)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        found.loss_scale(1.5)
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):
@@ -349,17 +295,3 @@ def test_a_picture_says_what_float16_loses(found, tmp_path):
     assert drawn.startswith("<?xml")
     assert f"overflowing {100 * shares.overflowing:.1f} %" in drawn
     assert "its gradient in */energy" in drawn and "at scale 2**4" in drawn
-
-
-@pytest.mark.thorough
-def test_matplotlib_is_imported_by_the_picture_alone():
-    code = (
-        "import sys, jax.numpy as jnp, jmpx\n"
-        "print(jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)))\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
-        "try: jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)).plot('a.png')\n"
-        "except ModuleNotFoundError as error: assert 'matplotlib' in str(error)\n"
-        "else: raise SystemExit('drawn')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
