@@ -17,7 +17,7 @@ SETUP.read(ROOT / "setup.cfg")
 OLDEST = re.sub(">=", "==", SETUP["options"]["install_requires"])
 SHOWN = r"^default +float32 +bfloat16 +float32$"
 # What the tests of the source distribution are: few, because CI runs all of them elsewhere.
-TESTED = ("tests/policies/test_policy_strings.py", "tests/flags", "tests/project/test_readme.py")
+TESTED = ("tests/policies/test_policy.py", "tests/flags", "tests/project/test_readme.py")
 
 
 def version():
