@@ -172,9 +172,3 @@ def test_a_mapping_that_contains_itself_and_a_deep_one():
 def test_long_values_are_shortened():
     message = given_value_or_sentence(jmpx.get_policy, {"compute": ["bf16" * 10_000] * 10_000})
     assert isinstance(message, str) and len(message) < 1000
-
-
-def test_a_list_of_many_rules():
-    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(300)]
-    policy_map = jmpx.get_policy_map({"policy": "c=bf16", "rules": rules})
-    assert len(policy_map.rules) == 300 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map

@@ -119,19 +119,6 @@ def test_every_policy_comes_back(params, compute, output, matmul, reduce):
         assert other == policy and hash(other) == hash(policy)
 
 
-def test_a_policy_is_a_static_argument_of_jit():
-    traces = []
-
-    def run(policy, x):
-        traces.append(policy)
-        return policy.cast_to_compute(x)
-
-    run, x = jax.jit(run, static_argnums=0), np.ones(3, np.float32)
-    assert run(jmpx.get_policy("c=bf16"), x).dtype == BF16
-    assert run(jmpx.Policy(np.float32, "bf16", np.dtype(BF16)), x).dtype == BF16
-    assert len(traces) == 1
-
-
 @dataclasses.dataclass(frozen=True)
 class SoftmaxPolicy(jmpx.Policy):
     softmax_dtype: str  # required, and by position, too

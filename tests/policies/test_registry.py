@@ -5,7 +5,6 @@ import sys
 import threading
 
 import equinox as eqx
-import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -215,17 +214,6 @@ def test_reduce_of_a_class_policy_is_warned_of_once(cls):
     assert jmpx.policy_of(cls) is None
     with jmpx.push_policy(cls, "c=bf16,m=highest"):  # no warning
         pass
-
-
-@pytest.mark.parametrize(("policy", "stored"), [(jnp.bfloat16, "bfloat16"), ("c=bf16", "float32")])
-def test_a_bare_dtype_is_a_complete_policy(policy, stored):
-    network = hk.transform(lambda x: hk.Linear(4)(x))
-    with jmpx.push_policy(hk.Linear, policy):
-        params = jax.eval_shape(network.init, jax.random.key(0), X)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {stored}
-    with jmpx.push_policy(nn.Dense, policy), jmpx.flax.policies():
-        params = jax.eval_shape(nn.Dense(4).init, jax.random.key(0), X)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {stored}
 
 
 def test_a_policy_of_jmp_in_haikus_registry_has_no_algorithm_of_its_own():
