@@ -125,16 +125,10 @@ def test_own_methods_are_part_of_the_call_and_any_public_one_is_a_boundary(rng, 
     assert log == [*seen, ("derived", "bfloat16")]
     log.clear()
 
-    def pieces(variables):
-        encoded = under("c=bf16,o=f32", Coder(), X, method="encode")(variables)
-        y = under("c=bf16,o=f32", Coder(), encoded, method=Coder.decode)(variables)
-        one = under(MIXED, Coder(), X, method=lambda model, x: model.inner(x))(variables)
-        return y, encoded, one
-
-    (y, encoded, one), expected = jax.jit(lambda v: (pieces(v), whole(v)))(variables)
-    assert log[:3] == seen and encoded.dtype == one.dtype == F32
-    # Outermost both, so what passes between them is of the output dtype: the same numbers here.
-    assert_same_bits(y, expected)
+    for method in ("encode", lambda model, x: model.inner(x)):
+        piece = under("c=bf16,o=f32", Coder(), X, method=method)
+        assert jax.eval_shape(piece, variables).dtype == F32
+    assert log == [*seen, seen[0]]
 
 
 # Parameters and other arrays
@@ -194,16 +188,6 @@ def test_shared_modules_and_modules_as_attributes(rng):
     assert LOG == [("inner", *2 * ("bfloat16",)), ("inner", *2 * ("float32",))]
 
 
-def test_embedding_is_looked_up_and_attended(rng):
-    model, tokens = nn.Embed(7, 4), jnp.arange(7)
-    variables = init(rng, model, tokens)
-    y = under(MIXED, model, tokens)(variables)
-    table = variables["params"]["embedding"].astype(BF16)
-    assert_same_bits(y, table.astype(F32))
-    logits = under(MIXED, model, y, method="attend")(variables)
-    assert_same_bits(logits, (table @ table.T).astype(F32))
-
-
 def test_what_is_not_a_parameter_is_as_stored(rng):
     class Net(nn.Module):
         @nn.compact
@@ -257,38 +241,32 @@ class SetupBlock(nn.Module):
         return self.three(self.two(self.norm(self.one(x))))
 
 
-# The blocks, what the second field is, the rule, and what the second layer computes in: it follows
-# the rule only if its field has the value that was handed down.
+# The block, its fields, the rule, and what the second layer computes in: it follows the rule only
+# if its field has the value that was handed down.
 FIELDS = [
-    (Block, F32, "bf16", "bfloat16"),
-    (SetupBlock, F32, "f16", "float16"),
-    (Block, F16, "bf16", "float16"),
-    (SetupBlock, BF16, "bf16", "bfloat16"),
+    (Block, F32, F32, "bf16", "bfloat16"),
+    (SetupBlock, F32, F32, "f16", "float16"),
+    (Block, BF16, BF16, "f32", "float32"),
+    (Block, F32, F16, "bf16", "float16"),
+    (SetupBlock, F32, BF16, "bf16", "bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(("block", "other", "rule", "second"), FIELDS)
-def test_a_rule_sets_the_field_and_those_that_were_handed_down(rng, block, other, rule, second):
-    model, low = block(other=other), np.dtype(jmpx.get_policy(rule).compute_dtype)
+@pytest.mark.parametrize(("block", "field", "other", "rule", "second"), FIELDS)
+def test_a_rule_sets_the_field_and_those_that_were_handed_down(
+    rng, block, field, other, rule, second
+):
+    model, ruled = block(field, other), np.dtype(jmpx.get_policy(rule).compute_dtype)
     variables = init(rng, model, X)
     run = under(f"f32; {block.__name__}: c={rule}", model, X)
-    assert products(run, variables) == {5: low.name, 6: second, 7: low.name}
-    assert (model.dtype, model.other) == (F32, other)
-    if other == F32:
-        by_hand = lambda v: block(low, low).apply(cast(v, low), X.astype(low)).astype(F32)  # noqa: E731
-        assert_same_results(run, by_hand, variables)
+    assert products(run, variables) == {5: ruled.name, 6: second, 7: ruled.name}
+    assert (model.dtype, model.other) == (field, other)
+    if other == field:
+        by_hand = lambda v: block(ruled, ruled).apply(cast(v, ruled), X.astype(ruled))  # noqa: E731
+        assert_same_results(run, lambda v: by_hand(v).astype(F32), variables)
 
 
-def test_float32_rules_over_16_bit_fields(rng):
-    variables = init(rng, Block(BF16, BF16), X)
-    run = under("c=bf16; Block: full", Block(BF16, BF16), X)
-    assert set(products(run, variables).values()) == {"float32"}
-    by_hand = lambda v: Block().apply(v, X).astype(BF16)  # noqa: E731
-    assert_same_results(run, by_hand, variables)
-
-
-@pytest.mark.parametrize("value", ["float32", np.dtype("float32"), jnp.float32, np.float32])
-def test_the_field_is_of_the_kind_that_the_user_wrote(value, log):
+def test_the_field_is_put_back_after_an_error(log):
     class Layer(nn.Module):
         dtype: Any
 
@@ -296,42 +274,18 @@ def test_the_field_is_of_the_kind_that_the_user_wrote(value, log):
             LOG.append(self.dtype)
             raise ZeroDivisionError
 
-    model = Layer(value)
+    model = Layer("float32")
     with pytest.raises(ZeroDivisionError), jmpx.flax.policies("f32; Layer: bf16"):
         bound = model.bind({})
         bound(X)
-    kind = str if isinstance(value, str) else np.dtype if isinstance(value, np.dtype) else type
-    assert log == [BF16 if kind is not str else "bfloat16"]
-    assert isinstance(log[0], kind) and model.dtype is bound.dtype is value  # put back
+    assert log == ["bfloat16"] and model.dtype == bound.dtype == "float32"
 
 
-@pytest.mark.parametrize("value", [None, jnp.int32, "text"])
-def test_other_fields_stay(rng, value):
-    class Layer(nn.Module):
-        dtype: Any
-
-        @nn.compact
-        def __call__(self, x):
-            assert self.dtype is value
-            return nn.Dense(4)(x)
-
-    model = Layer(value)
-    run = under("f32; Layer: bf16", model, X)
-    assert products(run, init(rng, model, X)) == {4: "bfloat16"}
-
-
-LIFTS = {
-    "jit": nn.jit,
-    "remat": nn.remat,
-    "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}),
-    "remat of jit": lambda cls: nn.remat(nn.jit(cls)),
-}
-
-
-@pytest.mark.parametrize("name", LIFTS)
-def test_fields_of_lifted_modules(rng, name):
-    block = SetupBlock if name == "remat" else Block
-    model = LIFTS[name](block)()
+@pytest.mark.parametrize(
+    ("lift", "block"), [(nn.remat, SetupBlock), (lambda cls: nn.remat(nn.jit(cls)), Block)]
+)
+def test_fields_of_lifted_modules(rng, lift, block):
+    model = lift(block)()
     variables = init(rng, model, X)
     run = under(f"f32; {block.__name__}: bf16", model, X)
     assert set(products(run, variables).values()) == {"bfloat16"}
@@ -346,12 +300,12 @@ def test_policies_of_classes_set_the_field_too(rng):
         assert products(under(None, model, X), variables) == {4: "bfloat16"}
 
 
-@pytest.mark.parametrize(("field", "compute"), [(F32, "bf16"), (BF16, "bf16"), (F16, "bf16")])
+@pytest.mark.parametrize("field", [F32, F16])
 @pytest.mark.filterwarnings("ignore:The dtype field of")
-def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field, compute):
+def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field):
     model = nn.Dense(3, dtype=field)
     variables = init(rng, model, X)
-    run = under(f"c={compute},o=f32", model, X)
+    run = under(MIXED, model, X)
     by_hand = lambda v: model.apply(cast(v, field), X.astype(field)).astype(F32)  # noqa: E731
     # No other rounding before.
     assert_same_results(run, by_hand, variables)
@@ -360,36 +314,28 @@ def test_without_a_rule_parameters_are_cast_once_to_the_field(rng, field, comput
 # Arrays that are made inside
 
 
-class Wide(nn.Module):
-    """A layer that reads a parameter itself, and notes the dtypes of its inputs."""
-
-    @nn.compact
-    def __call__(self, x, y=None, *, index=None):
-        w = self.param("w", nn.initializers.ones, (4,))
-        self.sow("seen", "dtypes", jnp.zeros(0, x.dtype))
-        return x * w if index is None else (x * w)[index]
-
-
 @pytest.mark.parametrize(
     ("made", "dtype"), [(jnp.ones, "float32"), (np.ones, "float16"), (np.ones, "bfloat16")]
 )
 def test_floating_inputs_alone_are_cast(rng, made, dtype):
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x, text, *, index):
+            assert self.is_initializing() or x.dtype == BF16
+            assert text == "text" and index.dtype == jnp.int32
+            return (x * self.param("w", nn.initializers.ones, (4,)))[index]
+
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y = Wide()(made((3, 4), dtype), "text", index=jnp.arange(2))
-            return y, x
+            return Wide()(made((3, 4), dtype), "text", index=jnp.arange(2)), x
 
-    params = {"params": init(rng, Net(), jnp.arange(3))["params"]}
-    run = under("c=bf16", Net(), jnp.arange(3), mutable=["seen"])
-    (y, x), seen = jax.eval_shape(run, params)
-    assert (y.dtype, x.dtype) == (BF16, jnp.int32) and y.shape == (2, 4)
-    assert set(dtypes(seen)) == {"bfloat16"}
+    numbers = jnp.arange(3)
     with jmpx.flax.policies("c=bf16"):
-        created, _ = jax.eval_shape(
-            lambda: Net().init_with_output(jax.random.key(0), jnp.arange(3))
-        )
-    assert created[0].dtype == BF16
+        create = lambda: Net().init_with_output(jax.random.key(0), numbers)  # noqa: E731
+        created, variables = jax.eval_shape(create)
+    for y, x in (created, jax.eval_shape(under("c=bf16", Net(), numbers), variables)):
+        assert (y.dtype, x.dtype) == (BF16, jnp.int32)
 
 
 def test_rules_and_parents_that_own_nothing_keep_theirs(rng):
