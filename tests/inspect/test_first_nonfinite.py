@@ -45,11 +45,6 @@ def marked_line(function):
 # Causes: functions of two arrays of float16
 
 
-def overflowing_sum(w, x):
-    many = jnp.broadcast_to(x * w, (80, 3))
-    return total(jax.lax.reduce(many, np.float16(0), jax.lax.add, (0,)))  # HERE
-
-
 def masked_rows(w, x):
     logits = jnp.where(x > 2, x * w, -1e9)  # HERE
     return total(jax.nn.softmax(logits))
@@ -87,42 +82,35 @@ BEYOND = "beyond float16, whose largest number is 65504"
 # The loss, a factor of x, the operation, whether the pass is backward, part of the cause.
 PLANTED = [
     (lambda w, x: total(jnp.exp(x * w)), 12, "exp", False, BEYOND),
-    (overflowing_sum, 1000, "reduce_sum", False, BEYOND),
-    (lambda w, x: total((x[None] * w) @ x[:, None]), 300, "dot_general", False, BEYOND),
     (
         lambda w, x: total((x.astype(F32) * w.astype(F32) * 70000).astype(F16)),
         *(1, "convert_element_type", False, BEYOND),
     ),
     (masked_rows, 1, "convert_element_type", False, "It gives up to 1e+09, beyond float16"),
     (
-        lambda w, x: total(jax.nn.softmax(jnp.where(x > 2, x * w, -jnp.inf))),
-        *(1, "sub", False, "It makes a NaN of intentional infinities"),
-    ),
-    (lambda w, x: total(w / (x - x)), 1, "div", False, "It divides by zero"),
-    (lambda w, x: total(jnp.log(w * (x - x))), 1, "log", False, "It reads zero or less"),
-    (lambda w, x: total(jnp.sqrt(-w * x)), 1, "sqrt", False, "It reads less than zero"),
-    (
         lambda w, x: total(jnp.where(w > 9, jnp.sqrt(w - 1), 0)),
         *(1, "div", False, "It divides by zero, here or in a derivative"),
     ),
-    (in_a_scan, 1, "mul", False, BEYOND),
-    (in_a_while_loop, 1, "mul", False, BEYOND),
-    (in_a_scan_backward, 1, "mul", True, BEYOND),
     (
-        lambda w, x: total(jax.jit(lambda x: jnp.exp(x))(jax.jit(jnp.multiply)(x, w))),
+        lambda w, x: total(jax.nn.softmax(jnp.where(x > 2, x * w, -jnp.inf))),
+        *(1, "sub", False, "It makes a NaN of intentional infinities"),
+    ),
+    (lambda w, x: total(jnp.log(w * (x - x))), 1, "log", False, "It reads zero or less"),
+    (lambda w, x: total(jnp.sqrt(-w * x)), 1, "sqrt", False, "It reads less than zero"),
+    (in_a_while_loop, 1, "mul", False, BEYOND),
+    (
+        lambda w, x: total(jax.checkpoint(lambda x: jnp.exp(x))(jax.jit(jnp.multiply)(x, w))),
         *(12, "exp", False, BEYOND),
     ),
     (
         lambda w, x: total(jax.lax.cond(x[0] > 0, lambda x: jnp.exp(x * 8), lambda x: x, x * w)),
         *(2, "exp", False, BEYOND),
     ),
-    (lambda w, x: total(jax.checkpoint(lambda x: jnp.exp(x))(x * w)), 12, "exp", False, BEYOND),
-    (lambda w, x: total(jax.vmap(lambda x, w: jnp.exp(x * w))(x, w)), 12, "exp", False, BEYOND),
     (lambda w, x: total(own(x * w) * 2), 1, "mul", True, BEYOND),
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("loss", "factor", "operation", "is_backward", "cause"), PLANTED)
 def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause):
     found = find(loss, HALF, HALF * factor)
@@ -140,12 +128,15 @@ def test_the_trips_of_loops_are_told():
     assert "trip       16 of the loop at " in str(found)
     data = json.loads(found.to_json())
     assert data["operation"] == "mul" and data["trips"][0]["trip"] == trip
+    assert BEYOND in found.cause and not found.is_backward
     assert data["place"]["line"] == marked_line(in_a_scan) == line_of(found)
     numbers = {"smallest": 2.0**15, "largest": 2.0**15, "nans": 0, "infs": 0}
     assert data["operands"][0] == {"dtype": "float16", "shape": [3], **numbers}
     assert data["results"][0]["infs"] == 3 and data["results"][0]["largest"] is None
-    (backward,) = find(in_a_scan_backward, HALF, HALF).trips
-    assert 100 * 8.0 ** backward[0] < 65504 < 100 * 8.0 ** (backward[0] + 1)
+    found = find(in_a_scan_backward, HALF, HALF)
+    assert found.is_backward and line_of(found) == marked_line(in_a_scan_backward)
+    ((trip, _),) = found.trips
+    assert 100 * 8.0**trip < 65504 < 100 * 8.0 ** (trip + 1)
 
 
 def test_also_those_of_loops_in_loops():
@@ -159,24 +150,19 @@ def test_also_those_of_loops_in_loops():
     assert 3 * outer + inner + 1 == 16
 
 
-def one_of(fill):
-    masked = lambda w, x: jnp.where(jnp.arange(3) > 1, w * x, fill)  # noqa: E731
-    return lambda w, x: jax.nn.softmax(masked(w, x)).astype(F32)[2]
-
-
 # What is infinite on purpose, or dropped, is nothing to report.
 FINE = {
     "a mask of -inf": lambda w, x: total(jax.nn.softmax(w.at[0].set(-jnp.inf) * x)),
-    "where -inf": one_of(-jnp.inf),
-    "where -1e9 in float16": one_of(-1e9),
-    "a dropped log": lambda w, x: total(w * jnp.where(x > 2, jnp.log(x - x), 1)),
+    "where -1e9 in float16": lambda w, x: jax.nn.softmax(
+        jnp.where(jnp.arange(3) > 1, w * x, -1e9)
+    ).astype(F32)[2],
     "a maximum": lambda w, x: (w * x).max(initial=-jnp.inf).astype(F32),
-    "logsumexp": lambda w, x: jax.nn.logsumexp((w * x).astype(F32)),
-    "a saturated tanh": lambda w, x: jnp.tanh(w * x * 60000 * 2),
+    "a dropped log": lambda w, x: total(w * jnp.where(x > 2, jnp.log(x - x), 1)),
     "a comparison": lambda w, x: total(w) * jnp.where(jnp.any(w * x * 60000 * 2 != x), 1.0, 2.0),
     "a minimum in a loop": lambda w, x: total(
         jax.lax.fori_loop(0, 3, lambda i, m: jnp.minimum(m, w * x), jnp.full(3, jnp.inf, F16))
     ),
+    "a saturated tanh": lambda w, x: jnp.tanh(w * x * 60000 * 2),
 }
 
 
@@ -253,15 +239,13 @@ def test_inside_of_shard_map():
     assert look(loss)(jnp.ones((), F16), x / 2) is None
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_nan_of_one_device_is_found(bad):
+def test_a_nan_of_one_device_is_found():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
 
     def body(x):
         return jax.lax.psum(jax.lax.scan(lambda sum, y: (sum + jnp.log(y), None), 0.0, x)[0], "d")
 
-    x = np.array([1, 2, 3, 4], np.float32)
-    x[2 * bad + 1] = -1
+    x = np.array([1, -1, 3, 4], np.float32)
     fn = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     found = find(lambda x: [fn(x)], x)
     assert (found.operation, found.kind) == ("log", "NaN")
@@ -293,8 +277,6 @@ def test_the_report_fits_the_terminal():
     assert max(map(len, lines[2:])) <= 79
     names = [line[2:13].strip() for line in lines[1:] if line[2:13].strip()]
     assert names == ["at", "operand", "result", "cause"]
-    with pytest.raises(AttributeError):
-        found.rule = ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_nothing_is_printed_and_nothing_raises(capfd):
@@ -312,10 +294,6 @@ def test_nothing_is_printed_and_nothing_raises(capfd):
 
 def saturated(w, x):
     return -jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w)))
-
-
-def exponential(w, x):
-    return jnp.mean(jnp.exp(x * w[0]) / 1000)
 
 
 def readout(w, x):
@@ -340,7 +318,6 @@ WIDE, TALL = jnp.full((4, 4), 3.0), jnp.ones((2, 4))
 UNDER_AUTOCAST = [
     # The result of log is infinite in float32, too: what logistic rounds to 1 is the cause.
     (saturated, "c=bf16; op.logistic: bf16", "", "op.logistic: f32", "numbers that 16 bits lost"),
-    (readout, "c=f16; op.exp: f16", "readout", "*/readout: f32", ""),
     (layer_in_a_scan, "c=f16; op.exp: f16", "layer", "*/layer: f32", ""),
     # Autocast makes nothing wider than the code has it, and plain code has no rules.
     (
@@ -430,26 +407,23 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     assert look(step)(PARAMS, lower, X) is None
 
 
-@pytest.mark.parametrize(("framework", "way"), [("nnx", "modules"), ("haiku", "operations")])
-def test_a_large_scale_is_found_beside_a_model_of_each_framework(framework, way, rng):
+def test_a_large_scale_is_found_beside_a_model(rng):
     x = normal(rng, 2, 3)
-    net = zoo.build(framework, zoo.mlp, x, rng=rng)
+    net = zoo.build("nnx", zoo.mlp, x, rng=rng)
 
     def loss_fn(model, x):
         return jnp.mean(net.apply(model, x).astype(F32) ** 2)
 
     def step(model, scale, x):
-        return jmpx.filter_grad(loss_fn, scale, policy=f"by={way},c=f16,o=f32")(model, x)
+        return jmpx.filter_grad(loss_fn, scale, policy="by=modules,c=f16,o=f32")(model, x)
 
     found = find(step, net.model, jmpx.DynamicLossScale(2.0**40), x)
     assert found.is_backward and found.loss_scale == 2.0**40
     assert look(step)(net.model, jmpx.get_loss_scale(found.rule), x) is None
 
 
-@pytest.mark.parametrize(
-    "scale", [jmpx.StaticLossScale(2**18), jmpx.DynamicLossScale(jnp.float32(2**18))]
-)
-def test_a_scale_that_is_closed_over_is_mentioned(scale):
+def test_a_scale_that_is_closed_over_is_mentioned():
+    scale = jmpx.DynamicLossScale(jnp.float32(2**18))
     found = find(lambda params, x: step(params, scale, x), PARAMS, X)
     assert found.is_backward and found.loss_scale is None
     assert "lower the loss scale if there is one: a jmpx.DynamicLossScale" in found.cause
@@ -471,11 +445,11 @@ def test_an_overflow_at_the_floor_is_told(scale):
 
 def test_a_rule_at_the_floor_of_the_scale_is_replayed_there():
     def step(w, scale, x):
-        fn = jmpx.autocast(exponential, "c=f16; op.exp: f16")
+        fn = jmpx.autocast(readout, "c=f16; op.exp: f16")
         return jmpx.filter_value_and_grad(fn, scale, policy="full")(w, x)
 
     found = find(step, WIDE, jmpx.DynamicLossScale(2.0**10), 4 * TALL)
-    assert (found.rule, found.is_at_floor) == ("op.exp: f32", True)
+    assert (found.rule, found.is_at_floor) == ("*/readout: f32", True)
 
 
 @pytest.mark.thorough
