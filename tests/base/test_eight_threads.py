@@ -1,12 +1,12 @@
 """What threads share, and what each has for itself: policies, contexts, classes, marks, warnings.
 
-In `run_all`, each of eight threads attaches its own policy to classes that all threads share,
+In the first test, each of eight threads attaches its own policy to classes that all threads share,
 pushes another one, opens a policy map of its own, and calls modules of Haiku, Linen, Equinox and
-NNX, autocast and a gradient function: eagerly, through jitted functions that all threads share, and
-with shapes that no thread has compiled before. A call reports the dtypes, the algorithm of products
-and the `current_policy()` with which it was traced. Python changes threads every tenth of a
-millisecond. At the end, new threads have no policy, modules compute as they were written, and the
-filters of warnings are as they were.
+NNX, autocast and a gradient function, through jitted functions that all threads share, with a shape
+that no thread has compiled before. A call reports the dtypes, the algorithm of products and the
+`current_policy()` with which it was traced. Python changes threads every tenth of a millisecond. At
+the end, new threads have no policy, modules compute as they were written, and the filters of
+warnings are as they were.
 """
 
 import contextlib
@@ -31,12 +31,10 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
-# To give the threads one store of contexts or policies, and marks that look at themselves.
-from jmpx._base import contexts
+# For marks that look at themselves.
 from jmpx._jaxprs import marks
-from jmpx._policies import registry
 
-THREADS, COMPILE_EVERY = 8, 20
+THREADS = 8
 DTYPES = ("float32", "float16", "bfloat16")
 MATMULS = (None, "high", "highest")
 ONE, X = jnp.ones((), jnp.float32), jnp.ones((2, 2), jnp.float32)
@@ -55,6 +53,7 @@ def together(*calls, count=1):
         thread.start()
     for thread in threads:
         thread.join()
+    assert len(results) == len(threads)
     return results
 
 
@@ -159,10 +158,9 @@ class Thread:
 
     def __init__(self, number):
         self.own = [ALL[(number + 9 * i) % len(ALL)] for i in range(3)]  # attached, pushed, a map
-        self.failures, self.checks = [], 0
+        self.failures = []
 
     def check(self, what, wanted, seen):
-        self.checks += 1
         if wanted != seen and len(self.failures) < 10:
             self.failures.append(f"{what}: wanted {wanted}, saw {seen}")
 
@@ -171,78 +169,51 @@ class Thread:
             policy = jmpx.policy_of(cls)
             self.check(f"policy_of {what}", wanted, None if policy is None else str(policy))
 
-    def call(self, name, mode, x, text):
+    def call(self, func, x, text):
         """Returns what a call was traced with: the dtype of its result, and its code."""
         _log.current = []
-        y, code = (EAGER if mode == "eager" else JITTED)[name](x, text)
+        y, code = func(x, text)
         return y.dtype.name, int(code)
 
-    def modules(self, mode, x, wanted):
+    def modules(self, x, wanted):
         """Calls each framework under the policies of classes, and under those of a map."""
         for name, text in itertools.product(MODULES, (None, str(wanted))):
             with OPENED[name](text) if name in OPENED else contextlib.nullcontext():
-                seen = self.call(name, mode, x, None if name in OPENED else text)
-            what, current = f"{name}, {mode}, map {text}", {*_log.current}
+                seen = self.call(JITTED[name], x, None if name in OPENED else text)
+            what, current = f"{name}, map {text}", {*_log.current}
             self.check(what, (wanted.output, wanted.code), seen)
             self.check(f"{what}, current policy", {str(wanted)} & current, current)
 
-    def functions(self, mode, x, wanted):
+    def functions(self, x, wanted):
         """Calls the gradient function, whose results are widened to the output, and autocast."""
         compute, output = (jnp.dtype(name) for name in (wanted.compute, wanted.output))
         widened = output if output.itemsize > compute.itemsize else compute
-        dtype, code = self.call("gradient", mode, x, str(wanted))
-        self.check(f"gradient, {mode}", (widened.name, wanted.code % 9), (dtype, code % 9))
-        dtype, _ = self.call("autocast", mode, x, str(wanted))
-        self.check(f"autocast, {mode}", wanted.compute, dtype)
+        dtype, code = self.call(JITTED["gradient"], x, str(wanted))
+        self.check("gradient", (widened.name, wanted.code % 9), (dtype, code % 9))
+        dtype, _ = self.call(JITTED["autocast"], x, str(wanted))
+        self.check("autocast", wanted.compute, dtype)
 
-    def round(self, number):
+    def run(self):
         attached, pushed, mapped = self.own
-        mode = ("eager", "jitted")[number % 2] if number % COMPILE_EVERY else "compiling"
-        size = 2 if mode != "compiling" else 3 + number  # a shape that is new to all threads
-        x = jnp.ones((size, 2), jnp.float32)
-        self.modules(mode, x, attached)
+        x = jnp.ones((3, 2), jnp.float32)  # a shape that is new to all threads
+        self.check_classes("at the start", None)
+        for cls in CLASSES:
+            jmpx.set_policy(cls, str(attached))
+        self.modules(x, attached)
         with contextlib.ExitStack() as stack:
             for cls in CLASSES:
                 stack.enter_context(jmpx.push_policy(cls, str(pushed)))
             self.check_classes("pushed", str(pushed))
-            self.modules(mode, x, pushed)
-        self.functions(mode, x, mapped)
+            self.modules(x, pushed)
+        self.functions(x, mapped)
         self.check_classes("attached", str(attached))
-        for text in map(str, self.own):
-            self.check("get_policy", text, str(jmpx.get_policy(text)))
-
-    def run(self, rounds, barrier):
-        try:
-            self.check_classes("at the start", None)
-            for cls in CLASSES:
-                jmpx.set_policy(cls, str(self.own[0]))
-            for number in range(rounds):
-                barrier.wait()
-                self.round(number)
-        except Exception as error:
-            self.failures.append(f"{type(error).__name__}: {error}")
-            barrier.abort()
 
     def fresh(self):
         """Checks that there are no policies, also in functions that other threads have compiled."""
         self.check_classes("fresh", None)
         self.check("a fresh thread's current_policy", None, jmpx.current_policy())
-        for name, mode in itertools.product(MODULES, ("eager", "jitted")):
-            self.check(f"a fresh {name}", ("float32", 0), self.call(name, mode, X, None))
-
-
-def run_all(rounds: int, threads: int = THREADS) -> tuple[int, list[str]]:
-    """Runs the threads; returns how much was checked, and what was wrong."""
-    filters, barrier = list(warnings.filters), threading.Barrier(threads)
-    workers, last = [Thread(number) for number in range(threads)], Thread(0)
-    with switching_every(1e-4):
-        together(*(lambda worker=worker: worker.run(rounds, barrier) for worker in workers))
-    together(last.fresh)
-    last.fresh()
-    last.check("the filters of warnings", filters, list(warnings.filters))
-    workers.append(last)
-    failures = [failure for worker in workers for failure in worker.failures]
-    return sum(worker.checks for worker in workers), list(dict.fromkeys(failures))
+        for funcs, name in itertools.product((EAGER, JITTED), MODULES):
+            self.check(f"a fresh {name}", ("float32", 0), self.call(funcs[name], X, None))
 
 
 @pytest.fixture
@@ -258,31 +229,14 @@ def without_cache():
 @pytest.mark.thorough
 @pytest.mark.versions
 def test_threads_see_their_own_policies(without_cache):
-    checks, failures = run_all(1)
-    assert not failures and checks > 200
-
-
-@pytest.mark.parametrize(
-    "shared", ["the registry", pytest.param("contexts", marks=pytest.mark.thorough)]
-)
-def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
-    """If threads had one store of policies or contexts, they would see each other's."""
-    if shared == "contexts":
-        one = type("One", (), {"state": contexts._State()})()
-        monkeypatch.setattr(contexts, "_thread", one)
-    else:
-        one = type("One", (), {"policies": {}, "running": []})()
-        monkeypatch.setattr(registry, "_registry", one)
-    _, failures = run_all(1, threads=2)
-    assert failures
-    for cls in CLASSES:
-        jmpx.clear_policy(cls)
-
-
-def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
-    with jmpx.push_policy(Plain, "bf16"):
-        assert together(lambda: jmpx.policy_of(Plain)) == [None]
-        assert jmpx.policy_of(Plain) is not None
+    filters = list(warnings.filters)
+    workers, last = [Thread(number) for number in range(THREADS)], Thread(0)
+    with switching_every(1e-4):
+        together(*(worker.run for worker in workers))
+    together(last.fresh)
+    last.fresh()
+    last.check("the filters of warnings", filters, list(warnings.filters))
+    assert [failure for worker in (*workers, last) for failure in worker.failures] == []
 
 
 # What threads share

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, enable_x64, normal, warns_once
+from helpers import assert_same_bits, enable_x64, normal
 from helpers.collectives import collectives
 from helpers.jaxprs import equations
 from helpers.maps import AXIS, DEVICES, mapped, mesh_of
@@ -111,13 +111,6 @@ def test_values_and_gradients_against_float64(how, compute, rng):
         np.testing.assert_allclose(grads["whole"], each["whole"], rtol=once, atol=1e-5)
 
 
-def test_the_wider_dtypes_of_sums(rng):
-    with enable_x64():
-        step = mapped(gradients("bfloat16", ("float32", "float64")), "shard_map")
-        text = step.lower(shards(make_params(rng)), normal(rng, DEVICES, 3, 8)).as_text()
-    assert dtypes_of(text, "reduce_scatter") == ["f32", "f32", "f64", "f64"]
-
-
 @pytest.mark.parametrize(
     ("how", "axis"), [("shard_map", 0), ("shard_map without vma", 1), ("vmap", -1)]
 )
@@ -167,18 +160,19 @@ def test_the_dtype_of_the_sum_of_a_vmap(reduce, dtype, rng):
 def test_gradients_come_in_the_dtype_that_is_stored(rng):
     stored = ["float32", "bfloat16", "float16", "float64", "float8_e5m2"]
 
-    def total(ws, compute):
-        return sum(jnp.sum(w.astype(jnp.float32)) for w in gather(ws, f"c={compute}"))
+    def total(ws, policy):
+        return sum(jnp.sum(w.astype(jnp.float32)) for w in gather(ws, policy))
 
     def run(ws):
-        return [jax.value_and_grad(total)(ws, compute) for compute in ("f32", "bf16")]
+        policies = ("c=f32", "c=bf16", "c=bf16,r=f64")
+        return [jax.value_and_grad(total)(ws, policy) for policy in policies]
 
     with enable_x64():
         ws = [jnp.asarray(rng.normal(size=(DEVICES, 2)), dtype) for dtype in stored]
         step = mapped(run, "shard_map")
         text, results = step.lower(ws).as_text(), step(ws)
-    assert dtypes_of(text, "all_gather") == ["f32"] * 5 + ["bf16"] * 5
-    assert sorted(dtypes_of(text, "reduce_scatter")) == ["f32"] * 8 + ["f64"] * 2
+    assert dtypes_of(text, "all_gather") == ["f32"] * 5 + ["bf16"] * 10
+    assert sorted(dtypes_of(text, "reduce_scatter")) == ["f32"] * 8 + ["f64"] * 7
     for _, grads in results:
         assert [grad.dtype.name for grad in grads] == stored
         assert all((np.asarray(grad) == DEVICES).all() for grad in grads)
@@ -323,29 +317,21 @@ def test_where_jax_tracks_nothing_an_equal_array_may_be_gathered():
     assert whole.tolist() == [0, 1, 2] * DEVICES**2
 
 
-class Net(nnx.Module):
-    def __init__(self):
-        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.mean = nnx.BatchStat(jnp.full(8, ROUNDED))
-
-
-@pytest.mark.parametrize("of", ["the module", "its state"])
-def test_an_nnx_module(of):
-    graph, params, others = nnx.split(Net(), nnx.Param, ...)
+def test_an_nnx_module():
+    layers = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    layers[1].mean[...] = jnp.full(8, ROUNDED)
+    graph, params, others = nnx.split(nnx.Sequential(*layers), nnx.Param, ...)
     parts = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), params)
 
     def run(parts):
         model = nnx.merge(graph, parts, others)
-        if of == "the module":
-            whole = gather(model)
-            assert whole.mean is model.mean
-        else:
-            whole = nnx.merge(graph, gather(nnx.state(model)))
-        return whole.linear.kernel[...], whole.mean[...]
+        models = gather(model), nnx.merge(graph, gather(nnx.state(model)))
+        assert models[0].layers[1].mean is model.layers[1].mean
+        return [(each.layers[0].kernel[...], each.layers[1].mean[...]) for each in models]
 
-    kernel, mean = over_vmap(run, parts)
-    assert kernel.shape == (DEVICES, 8, 8) and kernel.dtype == jnp.bfloat16
-    assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
+    for kernel, mean in over_vmap(run, parts):
+        assert kernel.shape == (DEVICES, 8, 8) and kernel.dtype == jnp.bfloat16
+        assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
 
 
 def test_the_cast_is_the_one_of_the_policy(rng):
@@ -378,14 +364,6 @@ def gradient_of_gathered(w, x, **options):
     loss = lambda w, x: gather(w, "c=f32").sum() * x.astype(jnp.float32).sum()  # noqa: E731
     # Float16 without a loss scale would be another warning.
     return mpx.filter_grad(loss, jmpx.StaticLossScale(1), **options)(w, x).grads
-
-
-@pytest.mark.parametrize("policy", ["c=bf16", None])
-def test_parameters_that_are_rounded_before_warn_once(policy):
-    with warns_once(
-        __file__, "cast its arguments to 16 bits before jmpx.distributed.gather inside of it"
-    ):
-        over_vmap(lambda w, x: gradient_of_gathered(w, x, policy=policy), W, X)
 
 
 @pytest.mark.parametrize(

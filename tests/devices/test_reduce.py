@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from helpers import assert_same_bits, enable_x64, normal
 from helpers.jaxprs import equations
 from helpers.maps import AXIS, DEVICES, everywhere, mapped
@@ -159,22 +158,6 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
 # Values
 
 
-@pytest.mark.parametrize(
-    ("how", "reduce", "divisor"), [("shard_map", "bfloat16", 1), ("pmap", "float16", DEVICES)]
-)
-def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
-    batch = jnp.asarray(rng.integers(1, 2**15, (DEVICES, 50)), jnp.float32)
-
-    def run(w, x):
-        return [dot_gradients(NOOP, with_reduce(each))(w, x).grads for each in (None, reduce)]
-
-    exact, rounded = (grads[0] for grads in over_batch(run, how)(jnp.ones(50), batch))
-    sums = rounded * (DEVICES / divisor)
-    assert (sums == sums.astype(reduce).astype(jnp.float32)).all()
-    assert (rounded != exact).any()
-    np.testing.assert_allclose(rounded, exact, rtol=8 * float(jnp.finfo(reduce).eps))
-
-
 @pytest.mark.parametrize(("devices", "reduce"), [(1, "float32"), (3, "bfloat16"), (6, "float16")])
 def test_the_mean_is_divided_in_float32(devices, reduce, rng):
     """A third of a number of few bits has more bits than the dtype of the sum."""
@@ -198,20 +181,6 @@ def test_a_float16_sum_overflows_only_where_the_mean_does(rng):
     np.testing.assert_allclose(grads, [batch.mean(0)] * DEVICES, rtol=8 * 2.0**-11)
     *_, finite, grads = step(jnp.ones(3), 4 * batch)
     assert not finite.any() and np.isinf(grads).all()
-
-
-def test_the_loss_scale_protects_a_float16_sum_from_underflow(rng):
-    tiny = jnp.asarray(rng.uniform(1, 2, (DEVICES, 3)) * 2.0**-30, jnp.float32)
-    scales = [NOOP, jmpx.StaticLossScale(2.0**24), jmpx.DynamicLossScale(2.0**24)]
-
-    def run(w, x):
-        results = [dot_gradients(scaling, "c=f32,r=f16")(w, x) for scaling in scales]
-        return [(result.grads_finite, result.grads) for result in results]
-
-    (_, lost), *others = results = over_batch(run, "pmap")(jnp.ones(3), tiny)
-    assert all(finite.all() for finite, _ in results) and not lost.any()
-    for _, grads in others:
-        np.testing.assert_allclose(grads, [tiny.mean(0)] * DEVICES, rtol=8 * 2.0**-11)
 
 
 # The gradients of the devices, as a part of the largest number of the dtype. Multiplied by the
@@ -243,19 +212,6 @@ def test_an_overflow_in_the_sum_is_seen_by_all_devices(how, reduce):
     assert smaller_finite.all()
     expected = np.mean(OVERFLOWS[reduce]) * largest
     np.testing.assert_allclose(mean, np.full((DEVICES, 1), expected), rtol=0.05)
-
-
-def test_the_next_smaller_scale_lets_the_step_pass():
-    def run(args, x):
-        return dot_gradients(args[1], "c=f32,r=f16")(args[0], x)
-
-    batch, scaling = jnp.full((DEVICES, 2), 5e4), jmpx.DynamicLossScale(8.0)
-    step = over_batch(run, "shard_map")
-    for expected in (False, False, False, True):
-        _, adjusted, finite, grads = step((jnp.ones(2), scaling), batch)
-        assert (finite == expected).all()
-        scaling = jax.tree.map(lambda leaf: leaf[0], adjusted)
-    np.testing.assert_allclose(grads, np.full((DEVICES, 2), 5e4), rtol=2.0**-10)
 
 
 # All kinds of arguments
@@ -295,27 +251,6 @@ def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     assert set(all_reduces(text)) == ({"f16"} if reduce else {"f32", "f64"})
     for grad in grads:
         np.testing.assert_allclose(grad[0].astype(np.float32), batch.mean(0), atol=0.05)
-
-
-def test_an_nnx_module(rng):
-    graphdef, params = nnx.split(nnx.Linear(6, 3, rngs=nnx.Rngs(0)))
-
-    def run(params, x):
-        model = nnx.merge(graphdef, params)
-        loss = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()  # noqa: E731
-        options = {"policy": "c=bf16,o=f32,r=bf16", "over": jmpx.Over(AXIS)}
-        value, _, finite, grads = jmpx.filter_value_and_grad(loss, NOOP, **options)(model, x)
-        return value, finite, nnx.to_pure_dict(grads)
-
-    batch = normal(rng, DEVICES, 2, 6)
-    step = over_batch(run, "shard_map")
-    assert set(all_reduces(step.lower(params, batch).as_text())) == {"bf16"}
-    _, finite, grads = step(params, batch)
-    assert finite.all() and grads["kernel"].shape == (DEVICES, 6, 3)
-    of_all = jax.grad(lambda kernel: ((batch @ kernel + params["bias"][...]) ** 2).mean())
-    np.testing.assert_allclose(
-        grads["kernel"][0], jax.jit(of_all)(params["kernel"][...]), atol=0.05
-    )
 
 
 def test_without_mixed_precision_it_is_the_plain_mean(rng):

@@ -6,11 +6,12 @@ import compiled_step
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import normal
 from helpers.maps import AXIS, DEVICES, everywhere, in_float64, mesh_of, over_devices
 from helpers.training import LOSS_SCALES
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jmpx
 import jmpx._steps.differentiation  # to leave out the search for shards
@@ -32,22 +33,10 @@ def gather(w, axis_name=AXIS):
     return jax.lax.all_gather(w, axis_name, tiled=True)
 
 
-@jax.custom_vjp
-def gather_with_float32_sum(w):
-    return gather(w)
-
-
-def _float32_sum(_, g):
-    return (jax.lax.psum_scatter(g.astype(jnp.float32), AXIS, tiled=True).astype(g.dtype),)
-
-
-gather_with_float32_sum.defvjp(lambda w: (gather(w), None), _float32_sum)
-
 # Ways to read a whole parameter of shape (8, 4); of the last two, each device has a copy.
 READS = {
     "tiled": gather,
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(-1, *w.shape[1:]),
-    "own": gather_with_float32_sum,
     "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
     "replica": lambda w: w,
     "cast": lambda w: w,
@@ -135,15 +124,6 @@ def test_values_against_float64(how, policy, scale, microbatches, rng):
         assert_near(grads, expected, ERRORS[policy])
 
 
-@pytest.mark.parametrize("how", ["shard_map", "pmap"])
-def test_both_gathers_give_the_same_bits_in_float32(how, rng):
-    losses = [lambda w, x, r=READS[r]: jnp.mean((x @ r(w)) ** 2) for r in ("tiled", "jmpx")]
-    options = {"policy": "full", "over": over(True)}
-    run = lambda *args: [jmpx.filter_grad(loss, SCALE, **options)(*args).grads for loss in losses]  # noqa: E731
-    theirs, ours = over_devices(run, how, normal(rng, 8, 4), normal(rng, 12, 8))
-    np.testing.assert_array_equal(theirs, ours)
-
-
 @pytest.mark.parametrize("mixed", [True, False])
 def test_shards_of_complex_numbers_and_of_integers(mixed, rng):
     real, imaginary, x = normal(rng, 8, 3), normal(rng, 8, 3), normal(rng, 12, 8)
@@ -198,6 +178,34 @@ def test_the_flag_is_common_over_an_axis_that_is_not_averaged(vma, rng):
     scaling, finite, own = jax.jit(mapped)(w, batch)
     assert own.tolist() == [True, False] * 2
     assert not finite.any() and (scaling.loss_scale == 2).all()
+
+
+def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
+    """The flag and the scale are common, and so is the choice between old and new parameters."""
+    optimizer, scaling = optax.sgd(0.1, momentum=0.9), jmpx.DynamicLossScale(2.0**4)
+
+    def loss(shards, x):
+        whole = jmpx.distributed.gather(shards, AXIS, "c=f16")
+        return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
+
+    def run(params, state, x):
+        options = {"policy": "c=f16,o=f32", "over": jmpx.Over(AXIS), "uncast": 0}
+        scale, finite, grads = jmpx.filter_grad(loss, scaling, **options)(params, x)
+        params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
+        return params, state, scale.loss_scale, finite[None]
+
+    params, x = {"w": normal(rng, 16, 3)}, normal(rng, 16, 16)
+    state = optimizer.init(params)
+    split = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
+    ins, outs = (P(AXIS), split, P(AXIS)), (P(AXIS), split, P(), P(AXIS))
+    mapped = jax.shard_map(run, mesh=mesh_of(8), in_specs=ins, out_specs=outs)
+    step = jax.jit(mapped)
+    new, _, scale, finite = step(params, state, x)
+    assert finite.all() and scale == 16 and (new["w"] != params["w"]).all()
+    new, after, scale, finite = step(params, state, x.at[3, 2].set(6e4))  # of the second device
+    assert finite.shape == (8,) and not finite.any() and scale == 8
+    np.testing.assert_array_equal(new["w"], params["w"])
+    assert not after[0].trace["w"].any()
 
 
 # Meshes of several axes, and axes of other kinds
@@ -288,28 +296,17 @@ def test_tensor_parallelism(axis_name, rng):
 
 @pytest.mark.thorough
 @pytest.mark.versions
-@pytest.mark.parametrize("halves", [False, True])
-def test_an_axis_that_xla_splits_and_a_map_in_a_map(halves, rng):
+def test_a_map_in_a_map(rng):
     params, batch = make_weights(rng), normal(rng, 16, 8)
-    del params["cast"]
-    specs = {name: SPECS[name] for name in params}
-    mesh = jax.make_mesh((4, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
     grad_fn = jmpx.filter_value_and_grad(read_network, SCALE, policy="full", over=over())
 
     def run(params, x):
-        if not halves:
-            value, _, finite, grads = grad_fn(params, x)
-            return value, finite, grads
         results = jax.vmap(grad_fn, in_axes=(None, 0))(params, x.reshape(2, 2, 8))
-        value, _, finite, grads = jax.tree.map(lambda x: x.mean(0), results)
-        return value, finite, grads
+        return jax.tree.map(lambda x: x.mean(0), results.grads)
 
-    options = {"in_specs": (specs, P(AXIS)), "out_specs": (P(), P(), specs), "axis_names": {AXIS}}
-    value, finite, grads = jax.jit(jax.shard_map(run, mesh=mesh, **options))(params, batch)
-    expected_value, expected = in_float64(network, params, batch)
-    assert finite
-    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    assert_near(grads, expected, 1e-4)
+    found = over_devices(run, "shard_map", params, batch, specs=(SPECS, P(AXIS)))
+    grads = {name: whole(name, grad) for name, grad in found.items()}
+    assert_near(grads, in_float64(network, params, batch)[1], 1e-4)
 
 
 # Masks of nested parameters

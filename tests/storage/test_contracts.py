@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import assert_same_bits, enable_x64, normal
+from helpers import enable_x64, normal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
@@ -22,10 +21,6 @@ from jmpx.inspect import check_restored, describe_precision
 def saved(tree, policy=None):
     """A description that went through JSON."""
     return json.loads(json.dumps(describe_precision(tree, policy)))
-
-
-def as_half(tree):
-    return jmpx.cast_tree(tree, jnp.bfloat16)
 
 
 def assert_refused(match, tree, description, **allowed):
@@ -181,49 +176,3 @@ def test_a_trace_describes_what_it_closes_over_and_the_dtypes_of_what_it_traces(
     dtypes = {"c": "float64", "x": "float32"}
     assert found[0] == describe_precision(state)
     assert found[1] == {"policy": None, "dtypes": dtypes, "rounded": None}
-
-
-# What docs/checkpoints.md promises of libraries
-
-
-@pytest.mark.filterwarnings("ignore")  # Orbax's own
-def test_what_orbax_casts_without_a_word_is_refused(tmp_path, rng):
-    state = {"w": normal(rng, 8)}
-    description = describe_precision(state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "single", state)
-        checkpointer.save(tmp_path / "half", as_half(state))
-        checkpointer.wait_until_finished()
-        narrowed = checkpointer.restore(tmp_path / "single", as_half(state))
-        widened = checkpointer.restore(tmp_path / "half", state)
-    assert narrowed["w"].dtype == jnp.bfloat16 and widened["w"].dtype == jnp.float32
-    assert_refused("w in bfloat16 instead of float32", narrowed, description)
-    of_half = describe_precision(as_half(state))
-    assert_refused("w in float32 instead of bfloat16", widened, of_half)
-    assert_refused("values of bfloat16 alone", widened, description)  # saved in 16 bits
-
-
-def test_equinox_refuses_another_dtype_itself(tmp_path, rng):
-    state = {"w": normal(rng, 8)}
-    eqx.tree_serialise_leaves(tmp_path / "state.eqx", state)
-    with pytest.raises(RuntimeError, match="changed dtype"):
-        eqx.tree_deserialise_leaves(tmp_path / "state.eqx", as_half(state))
-
-
-def test_flax_gives_the_dtype_that_was_saved(rng):
-    state = {"w": normal(rng, 8)}
-    restored = serialization.from_bytes(as_half(state), serialization.to_bytes(state))
-    assert_same_bits(restored, jax.tree.map(np.asarray, state))
-    check_restored(restored, describe_precision(state))
-
-
-def test_npz_forgets_bfloat16_and_the_description_brings_it_back(tmp_path, rng):
-    state = as_half({"w": normal(rng, 8), "scalar": jnp.float32(0.1)})
-    description = describe_precision(state)
-    np.savez(tmp_path / "state.npz", **state)
-    with np.load(tmp_path / "state.npz") as file:
-        arrays = dict(file)
-    assert_refused(r"2 of 2 .* scalar in \|V2 instead of bfloat16", arrays, description)
-    restored = {path: arrays[path].view(dtype) for path, dtype in description["dtypes"].items()}
-    check_restored(restored, description)
-    assert_same_bits(restored, state)

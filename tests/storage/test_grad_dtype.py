@@ -1,18 +1,14 @@
 """`grad_dtype`: gradients that are wider, or narrower, than the parameters are stored."""
 
-# Optax types states as pytrees of arrays, which have no fields.
-# pyright: reportAttributeAccessIssue=false
-
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, dtypes, enable_x64, leniently, normal, zoo
+from helpers import assert_same_bits, dtypes, leniently, normal, zoo
 from helpers.maps import AXIS, DEVICES, mesh_of, over_devices
 from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -244,54 +240,3 @@ def test_16_bits_of_the_other_kind_are_rounded_once(rng):
     grads = gradients(w, grad_dtype="f16", **options).grads
     assert_same_bits(grads, gradients(wide, **options).grads.astype(jnp.float16))
     assert not is_rounded(grads.astype(jnp.float32), jnp.bfloat16)
-
-
-@pytest.mark.thorough
-def test_float64_to_and_from(rng):
-    with enable_x64():
-        values = normal(rng, 5)
-        options = {"loss": lambda w: jnp.sin(w).sum(), "policy": "f64"}
-        grads = gradients(values, grad_dtype="float64", **options).grads
-        assert_same_bits(grads, jnp.cos(values.astype(jnp.float64)))
-        w = jnp.full(2, 1e30, jnp.float64)
-        options["loss"] = lambda w: (w * w).sum()
-        assert gradients(w, **options).grads_finite
-        options["loss"] = lambda w: (w * w * w).sum()
-        result = gradients(w, grad_dtype="float32", **options)
-        assert result.grads.dtype == jnp.float32 and not result.grads_finite
-
-
-# A training
-
-
-def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
-    """Whose loss reads their bfloat16 halves. The second batch has a NaN, and is skipped."""
-    masters = make_params(rng)
-    batches = [normal(rng, 6, 6) for _ in range(4)]
-    batches[1] = batches[1].at[0, 0].set(jnp.nan)
-    options = {"policy": "bf16", "batch": jmpx.Batch(microbatches=2)}
-
-    @jax.jit
-    def split_step(params, state, x):
-        _, finite, grads = gradients(params, x, grad_dtype="float32", **options)
-        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
-
-    @jax.jit
-    def master_step(masters, state, x):
-        read = jmpx.cast_to_full(jmpx.optim.split_master(masters)[0])
-        _, finite, grads = gradients(read, x, **options)
-        return jmpx.optimizer_update(masters, plain, state, grads, finite)
-
-    sgd = optax.sgd(1e-3, momentum=0.9)
-    plain = jmpx.skip_nonfinite(sgd)
-    inner = jmpx.optim.low_precision_params(sgd, "split")
-    optimizer = jmpx.skip_nonfinite(inner)
-    params, _ = jmpx.optim.split_master(masters)
-    state, plain_state = optimizer.init(masters), plain.init(masters)
-    for x in batches:
-        params, state = split_step(params, state, x)
-        masters, plain_state = master_step(masters, plain_state, x)
-        assert_same_bits(jmpx.optim.merge_master(params, state.inner_state.low), masters)
-    assert state.total_skipped == 1 and set(dtypes(params)) == {"bfloat16"}
-    with pytest.warns(UserWarning, match="16 bits .* grad_dtype=jnp.float32"):
-        inner.update(gradients(params, x, **options).grads, state.inner_state, params)

@@ -1,10 +1,8 @@
-"""`low_precision_params`: 16-bit parameters that learn as float32 ones do, or do so on average."""
+"""`split_master`, `low_precision_params`, `with_state_dtype`: 16 bits that learn as float32."""
 
 # Optax types states, updates and parameters as pytrees of arrays, which have no fields.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false
-
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,26 +20,27 @@ from helpers import (
     dtypes,
     lenient,
     normal,
-    warns_once,
 )
-from helpers.maps import mesh_of
-from jax.sharding import PartitionSpec as P
+from hypothesis import example, given, settings, strategies as st
 
 import jmpx
-from jmpx.optim import low_precision_params, merge_master, split_master
+from jmpx.optim import low_precision_params, merge_master, split_master, with_state_dtype
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": lenient(optax.adam(1e-2)),
     "adamw": lenient(optax.adamw(1e-2, weight_decay=0.1)),
+    "chain": lenient(optax.chain(optax.clip(1.0), optax.adagrad(1e-2))),
+    "multi steps": lenient(optax.MultiSteps(optax.adam(1e-2), 2)),
+    "hyperparameters": lenient(optax.inject_hyperparams(optax.adam)(1e-2)),
 }
 ADAM, MOMENTUM = OPTIMIZERS["adam"], OPTIMIZERS["momentum"]
 roundings = pytest.mark.parametrize("rounding", ["split", "stochastic"])
 
 
-def make_params(rng):
-    return {"w": normal(rng, 3, 4), "layers": [normal(rng, 4), normal(rng)]}
+def make_params(rng, dtype=F32):
+    return {"w": normal(rng, 3, 4).astype(dtype), "b": normal(rng, 4).astype(dtype)}
 
 
 @jax.jit
@@ -75,7 +74,7 @@ def train(optimizer, params, state, steps, by_optimizer_update=True):
     ],
 )
 def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
-    inner, masters = OPTIMIZERS[name], make_params(rng)
+    inner, masters = OPTIMIZERS[name], {**make_params(rng), "scalars": [normal(rng)]}
     optimizer = low_precision_params(inner, "split")
     if way == "skip_nonfinite":
         optimizer = jmpx.skip_nonfinite(optimizer)
@@ -166,24 +165,6 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rounding, rng):
         assert dtypes(state) == dtypes(optimizer.init(masters))
 
 
-def test_gradients_of_16_bits_are_told_once(rng):
-    masters = make_params(rng)
-    optimizer = jmpx.skip_nonfinite(low_precision_params(ADAM, "stochastic"))
-    params, state = jmpx.cast_tree(masters, jnp.bfloat16), optimizer.init(masters)
-
-    def step(params, state, grads):
-        return jmpx.optimizer_update(params, optimizer, state, grads, jmpx.all_finite(grads))
-
-    run = jax.jit(step)
-    grads = grad_of(params)
-    run(params, state, grads)  # nothing is said
-    narrow = {**grads, "w": grads["w"].astype(BF16)}
-    with warns_once(__file__, r"bfloat16\[3, 4\] at grads\['w'\].*grad_dtype="):
-        run(params, state, narrow)
-    _, after = run(params, state, grads)
-    assert after.inner_state.inner_state[0].nu["w"].dtype == F32
-
-
 # Steps that are skipped
 
 
@@ -196,7 +177,7 @@ def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
     low = low_precision_params(MOMENTUM, rounding)
     params, _ = split_master(masters)
     bad = grad_of(params)
-    bad["layers"][1] = jnp.float32(jnp.nan)
+    bad["b"] = bad["b"].at[1].set(jnp.nan)
 
     def by_hand(optimizer, params, state, grads):
         updates, state = optimizer.update(grads, state, params)
@@ -222,19 +203,6 @@ def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
 # Around and inside of others
 
 
-def test_multi_steps_inside_steps_as_with_masters(rng):
-    masters, grads = make_params(rng), [make_params(rng) for _ in range(4)]
-    multi: Any = lenient(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
-    optimizer = low_precision_params(multi, "split")
-    params, state = split_master(masters)[0], optimizer.init(masters)
-    expected, multi_state = masters, multi.init(masters)
-    for each in grads:
-        params, state = jmpx.optimizer_update(params, optimizer, state, each, True)
-        updates, multi_state = multi.update(each, multi_state, expected)
-        expected = optax.apply_updates(expected, updates)
-    assert_same_bits(merge_master(params, state.low), expected)
-
-
 def test_extra_arguments_are_handed_on(rng):
     seen = []
 
@@ -253,7 +221,7 @@ def test_extra_arguments_are_handed_on(rng):
 @roundings
 def test_the_state_is_of_plain_arrays_whose_dtypes_stay(rounding, rng):
     masters = make_params(rng)
-    optimizer = low_precision_params(jmpx.optim.with_state_dtype(ADAM, "bf16"), rounding)
+    optimizer = low_precision_params(with_state_dtype(ADAM, "bf16"), rounding)
     state = optimizer.init(masters)
     _, after = train(optimizer, split_master(masters)[0], state, 1)
     assert dtypes(after) == dtypes(state)
@@ -308,18 +276,188 @@ def test_nnx_modules(rounding, rng, standard_promotion):
     assert_same_bits(*results)
 
 
-def test_replicas_stay_alike_under_shard_map(rng):
-    optimizer = low_precision_params(MOMENTUM, "stochastic")
-    params = jmpx.cast_tree({"w": normal(rng, 16)}, jnp.bfloat16)
-    x = normal(rng, 8, 16)
+# States in a dtype of their own
 
-    def per_device(params, state, x):
-        grads = {"w": jax.lax.pmean(x[0] * params["w"].astype(F32), "data")}
-        finite = jmpx.all_finite(grads)
-        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
 
-    specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P())}
-    step = jax.jit(jax.shard_map(per_device, mesh=mesh_of(8), **specs))
-    new, _ = step(params, optimizer.init(params), x)
-    copies = {np.asarray(shard.data).tobytes() for shard in new["w"].addressable_shards}
-    assert len(copies) == 1 and new["w"].dtype == BF16
+@pytest.mark.parametrize(
+    ("name", "dtype", "params_dtype"),
+    [
+        ("momentum", BF16, F32),
+        ("multi steps", BF16, F32),
+        ("hyperparameters", F32, BF16),
+        pytest.param("chain", BF16, BF16, marks=pytest.mark.thorough),
+    ],
+)
+def test_arrays_are_stored_in_the_dtype_and_scalars_as_they_are(name, dtype, params_dtype, rng):
+    optimizer = with_state_dtype(OPTIMIZERS[name], dtype)
+    params, grads = make_params(rng, params_dtype), make_params(rng, params_dtype)
+    before = state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for _ in range(2):
+        updates, state = update(grads, state, params)
+        assert dtypes(state) == dtypes(before)  # which a scan can carry
+        params = apply_updates(params, updates)
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 0]
+    assert arrays and all(leaf.dtype == dtype for leaf in arrays)
+    scalars = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim == 0}
+    assert scalars <= {"int32", "float32"}
+    assert {u.dtype for u in updates.values()} == {np.dtype(F32)}
+
+
+@pytest.mark.parametrize("name", ["momentum", "chain"])
+def test_in_float32_it_is_optax_itself(name, rng):
+    params, inner = make_params(rng), OPTIMIZERS[name]
+    optimizer = with_state_dtype(inner, "f32")
+    state, inner_state = optimizer.init(params), inner.init(params)
+    for _ in range(3):
+        grads = make_params(rng)
+        updates, state = optimizer.update(grads, state, params)
+        expected, inner_state = inner.update(grads, inner_state, params)
+        assert_same_bits((updates, state.inner_state), (expected, inner_state))
+    assert int(state.count) == 3
+
+
+def second_moments(optimizer, grads, steps):
+    params = jnp.zeros(grads.shape[-1:], grads.dtype)
+
+    def step(state, index):
+        return optimizer.update(grads[index % len(grads)], state, params)[1], None
+
+    run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(steps))[0])
+    return run(optimizer.init(params))
+
+
+def test_moments_of_random_gradients_have_the_error_of_the_docs(rng):
+    grads = normal(rng, 200, 500)
+    exact = np.asarray(second_moments(ADAM, grads, 2000)[0].nu, np.float64)
+    found = second_moments(with_state_dtype(ADAM, "bf16"), grads, 2000).inner_state[0].nu
+    error = np.asarray(found, np.float64) / exact - 1
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(error.size) + 1e-3
+    assert 0.02 < error.std() < 0.06
+
+
+def test_a_seed_repeats_and_another_rounds_otherwise(rng):
+    params, grads = make_params(rng), make_params(rng)
+
+    def moments(seed):
+        optimizer = with_state_dtype(optax.sgd(1.0, momentum=0.9), "bf16", seed=seed)
+        return optimizer.update(grads, optimizer.init(params), params)[1].inner_state[0].trace
+
+    assert_same_bits(moments(0), moments(0))
+    assert not jnp.array_equal(moments(0)["w"], moments(1)["w"])
+
+
+# Two halves of 16 bits make the same float32 again
+
+
+LARGEST = 0x7F7F0000  # the bits of the largest bfloat16, as a float32
+INF = 0x7F800000
+
+
+def of_bits(bits):
+    return np.asarray(bits, np.uint32).view(F32)
+
+
+def bits_of(array):
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def around(bits):
+    return np.arange(bits - 40_000, bits + 40_000, dtype=np.int64)
+
+
+def patterns(rng):
+    """Returns bits of random numbers, of those where a rule changes, and of their negatives."""
+    special = [np.arange(70_000), around(0x3F800000), around(0x3F810000), around(LARGEST)]
+    special += [around(INF), np.arange(0x7FFE0000, 2**31)]
+    drawn = rng.integers(2**31, size=200_000)
+    magnitude = np.concatenate([*special, drawn]).astype(np.uint32)
+    return np.concatenate([magnitude, magnitude | np.uint32(2**31)])
+
+
+def test_all_bits_come_back(rng):
+    bits = patterns(rng)
+    merged = bits_of(merge_master(*split_master(of_bits(bits))))
+    magnitude, cut = bits & 0x7FFFFFFF, bits & 0x7FFF0000
+    expected = bits.copy()
+    beyond = cut == LARGEST
+    expected[beyond] &= np.uint32(0xFFFFFFFE)
+    expected[(magnitude == INF - 1) | (magnitude == INF - 2)] |= 1
+    signaling = (cut == INF) & (magnitude > INF)
+    expected[signaling] |= 0x00400000
+    np.testing.assert_array_equal(merged, expected)
+
+
+def test_the_high_half_is_the_usual_cast_but_for_ties_and_the_largest(rng):
+    bits = patterns(rng)
+    numbers = of_bits(bits)
+    high = np.asarray(split_master(numbers)[0])
+    assert high.dtype == BF16
+    with np.errstate(over="ignore", invalid="ignore"):
+        usual, wide = numbers.astype(BF16), high.astype(F32)
+    np.testing.assert_array_equal(np.isnan(wide), np.isnan(numbers))
+    np.testing.assert_array_equal(np.isinf(wide), np.isinf(numbers))
+    finite = np.isfinite(numbers)
+    tie, too_large = bits % 2**16 == 2**15, bits_of(usual) & 0x7FFF == INF >> 16
+    clear = finite & ~tie & ~too_large
+    np.testing.assert_array_equal(bits_of(high)[clear], bits_of(usual)[clear])
+    tie &= finite & ~too_large
+    assert (bits_of(high)[tie] == (bits[tie] >> 16) + 1).all()  # away from zero
+    assert (np.abs(wide[finite & too_large]) == of_bits(LARGEST)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
+@example(0, 0x8000)
+@example(0x8000, 0xFFFF)
+@example(0x7F7F, 0x7FFF)
+@example(0x7F80, 5)
+def test_a_new_high_half_is_what_the_master_is_nearest_to_whatever_the_low_one(high, low):
+    """Pruning, clipping and loading may replace parameters and leave their low halves."""
+    high = np.array(high, np.uint16).view(BF16)
+    merged = np.asarray(merge_master(high, np.array(low, np.uint16)))
+    assert np.isfinite(merged) == np.isfinite(high.astype(F32))
+    if np.isfinite(merged):
+        step = abs(int(bits_of(merged)) - (int(bits_of(high)) << 16))
+        # The largest also stands for all beyond it.
+        assert step <= (2**16 if int(bits_of(high)) & 0x7FFF == LARGEST >> 16 else 2**15)
+
+
+def test_training_by_halves_is_training_of_masters(rng):
+    params = {"w": normal(rng, 4, 3), "b": normal(rng, 3)}
+    gradients = {"w": normal(rng, 30, 4, 3), "b": normal(rng, 30, 3)}
+    of_masters = lambda params, g: jax.tree.map(lambda m, g: m - 2.0**-12 * g, params, g)  # noqa: E731
+    of_halves = lambda halves, g: split_master(of_masters(merge_master(*halves), g))  # noqa: E731
+    run = lambda step: lambda *args: jax.lax.scan(lambda c, g: (step(c, g), None), *args)[0]  # noqa: E731
+    expected = jax.jit(run(of_masters))(params, gradients)
+    halves = jax.jit(run(of_halves), donate_argnums=0)(split_master(params), gradients)
+    assert_same_bits(merge_master(*halves), expected)
+
+
+def test_other_leaves_stay_in_the_first_tree(key):
+    tree = {"w": np.float32(0.1), "i": jnp.arange(2), "key": key, "call": print, "none": None}
+    high, low = split_master(tree)
+    assert all(high[name] is tree[name] for name in tree if name != "w")
+    assert [name for name in low if low[name] is not None] == ["w"]
+    merged = merge_master(high, low)
+    assert merged["w"] == tree["w"] and merged["call"] is print and merged["none"] is None
+
+
+def test_shapes():
+    tree = [jax.ShapeDtypeStruct((2, 3), F32), jnp.zeros((0, 3))]
+    (high, empty), (low, _) = jax.eval_shape(split_master, tree)
+    assert (high.shape, high.dtype, low.shape, low.dtype) == ((2, 3), BF16, (2, 3), np.uint16)
+    assert empty.shape == (0, 3)
+
+
+def test_modules_are_split_and_merged(key):
+    layers = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    for tree in (eqx.nn.MLP(2, 2, 4, 0, key=key), nnx.state(nnx.Sequential(*layers))):
+        high, low = split_master(tree)
+        assert type(high) is type(low) is type(tree)
+        assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {np.dtype(np.uint16)}
+        merged = merge_master(high, low)
+        assert jax.tree.structure(merged) == jax.tree.structure(tree)
+        for left, right in zip(*map(jax.tree.leaves, (merged, tree)), strict=True):
+            assert left is right or (bits_of(left) == bits_of(right)).all()
