@@ -1,6 +1,5 @@
 """Reports of audits: how they print, what `check` fails for, how findings merge."""
 
-import copy
 import dataclasses
 import html
 import json
@@ -112,9 +111,7 @@ def test_a_number_can_be_read_back(number):
     "policy",
     [
         "params=float32,compute=bfloat16,output=float32",
-        "params=float32,compute=float16,output=float16,matmul=highest",
-        "params=bfloat16,compute=bfloat16,output=float16",
-        "params=float32,compute=float16,output=float32,matmul=highest,reduce=bfloat16",
+        "params=bfloat16,compute=float16,output=float16,matmul=highest,reduce=bfloat16",
         "params=float8_e4m3fn,compute=float16,output=float64",
     ],
 )
@@ -132,10 +129,9 @@ def test_shares_come_first_then_findings_then_scopes():
     starts += ["Findings: 1 high, 1 medium, 1 low", "high ", "medium ", "low ", "scope "]
     positions = [text.index(f"\n{start}") if text.find(start) else 0 for start in starts]
     assert positions == sorted(positions) and REPORT.to_text() == text
-    # the largest first
-    assert re.findall(r"^  (\w+ x \w+) ", text, re.MULTILINE)[0] == "bfloat16 x bfloat16"
-    for shown in ("75.0 %", "9.00 GFLOP", "124 x", "12.0 GFLOP", "388 MiB", "108 MiB"):
-        assert shown in text
+    rows = [line.split() for line in text.splitlines()]
+    assert "bfloat16 x bfloat16 75.0 % 9.00 GFLOP 124 x".split() in rows
+    assert all(whole in text for whole in ("12.0 GFLOP", "388 MiB", "108 MiB"))
     assert text.startswith("Audit of loss_fn and its gradient\n")
     assert "  bfloat16  87.6 %   340 MiB\n" in text  # what is saved has no number of times
     # A rule has a line of its own.
@@ -170,20 +166,22 @@ def test_what_is_left_out_is_counted_and_shown_on_request():
     )
     text = str(report)
     assert text.count("m.py:") == 8 and "Findings: 30 high" in text
-    for number, what in ((22, "findings"), (4, "rows"), (14, "rows")):
+    for number, what in ((22, "findings"), (4, "rows"), (14, "rows")):  # of scopes, of casts
         assert f"... and {number} more {what}: print(report.to_text(all=True))" in text
     full = report.to_text(all=True)
     assert full.count("m.py:") == 30 and "more" not in full.replace("to_text", "")
     assert all(re.search(rf"^{name}  ", full, re.MULTILINE) for name in names)
 
 
-def test_layers_that_are_alike_are_one_row_and_one_finding():
+def test_layers_that_are_alike_are_one_row_and_one_finding_and_others_are_not():
     alike = tuple(
         LEAK._replace(scope=f"vit/blocks_{i}/attention", rule=f"*/blocks_{i}/attention: bf16")
         for i in range(12)
     )
     other = LEAK._replace(scope="vit/blocks_3/attention", place=Place("m.py", 3, "f"))
-    report = dataclasses.replace(REPORT, findings=(*alike, other))
+    *rows, last = REPORT.scopes
+    rows = (*rows, last._replace(dtypes="float32"))
+    report = dataclasses.replace(REPORT, findings=(*alike, other), scopes=rows)
     text = str(report)
     assert "in vit/blocks_*/attention, 48 x, 38.5 GFLOP" in " ".join(text.split())
     assert "in vit/blocks_3/attention, 4 x, 3.21 GFLOP" in " ".join(text.split())
@@ -192,18 +190,9 @@ def test_layers_that_are_alike_are_one_row_and_one_finding():
     rule = jmpx.get_policy_map(f"f32; {rule}").rules[0]
     assert all(rule.matches(int, finding.scope) for finding in alike)
     row = next(line for line in text.splitlines() if line.startswith("vit/blocks_*/mlp (MLP)"))
-    assert row.split()[2:] == ["12", "x", "c=bf16,o=f32", "bf16", "60", "12.0", "GFLOP"]
-    assert "vit/blocks_11/mlp (MLP)" in report.to_text(all=True)
-
-
-def test_a_layer_that_differs_has_a_row_of_its_own():
-    scopes = [
-        scope._replace(dtypes="float32") if scope.path == "vit/blocks_7/mlp" else scope
-        for scope in REPORT.scopes
-    ]
-    text = text_of(scopes=tuple(scopes))
-    assert re.search(r"^vit/blocks_7/mlp \(MLP\) .* f32 ", text, re.MULTILINE)
-    assert re.search(r"^vit/blocks_\*/mlp \(MLP\) +11 x", text, re.MULTILINE)
+    assert row.split()[2:] == ["11", "x", "c=bf16,o=f32", "bf16", "55", "11.0", "GFLOP"]
+    assert re.search(r"^vit/blocks_11/mlp \(MLP\) .* f32 ", text, re.MULTILINE)
+    assert "vit/blocks_10/mlp (MLP)" in report.to_text(all=True)
 
 
 def test_numbers_of_a_message_that_differ_are_a_range():
@@ -228,22 +217,7 @@ def test_a_long_rule_is_not_broken():
 # Other forms.
 
 
-@pytest.mark.parametrize("report", [REPORT, dataclasses.replace(CLEAN, platform="tpu")])
-def test_json_holds_everything(report):
-    plain = report.to_dict()
-    read = json.loads(report.to_json())
-    assert read == plain == json.loads(report.to_json(indent=None))
-    assert json.dumps(plain) == json.dumps(copy.deepcopy(report).to_dict())
-    fields = {key: value for key, value in plain.items() if key != "version"}
-    for finding in fields["findings"]:
-        finding["place"] = finding["place"] and Place(**finding["place"])
-    rows = {"products": Products, "casts": Cast, "scopes": Scope, "findings": Finding}
-    for key, cls in rows.items():
-        fields[key] = tuple(cls(**row) for row in fields[key])
-    assert type(report)(**fields | {"uncounted": tuple(fields["uncounted"])}) == report
-
-
-def test_the_keys_of_json():
+def test_json_holds_everything_by_name():
     # Programs read these: other keys need another version.
     plain = REPORT.to_dict()
     assert plain["version"] == 4
@@ -257,7 +231,13 @@ def test_the_keys_of_json():
         "scopes": "path module policy operations dtypes flops",
         "findings": "name severity message place scope rule count flops nbytes",
     }
-    assert list(plain["findings"][0]["place"]) == ["file", "line", "function", "caller"]
+    for key in ("products", "casts", "scopes"):
+        assert plain[key] == [row._asdict() for row in getattr(REPORT, key)]
+    first, *_, last = plain["findings"]
+    place = {"file": "examples/equinox/vit.py", "line": 88, "function": "__call__", "caller": None}
+    assert first == LEAK._asdict() | {"place": place} and last == EXP._asdict()
+    assert (plain["title"], plain["saved"], plain["uncounted"]) == ("loss_fn", REPORT.saved, [])
+    assert plain == json.loads(REPORT.to_json()) == json.loads(REPORT.to_json(indent=None))
     # Numbers of NumPy are plain.
     report = dataclasses.replace(REPORT, saved={"float32": np.int64(2**40)})
     assert json.loads(json.dumps(report.to_dict()))["saved"]["float32"] == 2**40
@@ -297,23 +277,15 @@ def error(report, *args, **kwargs):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"allow": list(ALLOWED)},
         {"allow": iter(ALLOWED)},
         {"allow": KINDS},
-        {"compute": "bfloat16", "at_least": 0.75, "allow": ALLOWED},
-        {"compute": "bfloat16", "at_least": 0, "allow": ALLOWED},
+        {"compute": " BF16", "at_least": 0.75, "allow": ALLOWED},
         {"severity": "high", "allow": "mixed-product"},
         {"severity": "medium", "allow": ("mixed-product", "saved-float32")},
     ],
 )
 def test_passes_and_returns_the_report(arguments):
     assert REPORT.check(**arguments) is REPORT
-
-
-@pytest.mark.parametrize("compute", ["bfloat16", " BF16", jnp.bfloat16, np.dtype("bfloat16")])
-def test_a_dtype_in_any_spelling(compute):
-    assert CLEAN.check(compute) is CLEAN
-    assert "75 % of the FLOPs" in error(REPORT, compute, allow=ALLOWED)
 
 
 def test_any_finding_fails_that_is_not_allowed_or_milder():
@@ -327,14 +299,8 @@ def test_any_finding_fails_that_is_not_allowed_or_milder():
     text = error(REPORT, allow=("low-exp",))
     assert "low-exp" not in text and "saved-float32" in text
     text = error(REPORT, severity="high")
-    assert "low-exp" not in text and "saved-float32" not in text and "mixed-product" in text
-
-
-def test_what_to_allow_can_be_pasted():
-    pasted = re.search(r"allow=(\(.*\))\.$", error(REPORT))
-    assert pasted and REPORT.check(allow=eval(pasted[1])) is REPORT
-    pasted = re.search(r"allow=(\(.*\))\.$", error(REPORT, severity="high"))
-    assert pasted and eval(pasted[1]) == ("mixed-product",)
+    assert "low-exp" not in text and "saved-float32" not in text
+    assert text.endswith("allow=('mixed-product',).")
 
 
 def test_too_small_a_share_names_all_shares():
@@ -349,9 +315,7 @@ def test_too_small_a_share_names_all_shares():
     # A product of two dtypes is in neither.
     mixed = dataclasses.replace(CLEAN, products=(Products("float32 x bfloat16", 8, 1),))
     assert all("0 % of the FLOPs" in error(mixed, dtype) for dtype in ("bfloat16", "float32"))
-    # Without products there is no share.
     nothing = dataclasses.replace(CLEAN, products=())
-    assert "no matrix products" in error(nothing, "bfloat16")
     assert nothing.check() is nothing.check("bfloat16", at_least=0) is nothing
 
 
