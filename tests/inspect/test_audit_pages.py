@@ -5,7 +5,6 @@ import importlib
 import linecache
 import re
 import sys
-import types
 
 import jax
 import pytest
@@ -63,26 +62,7 @@ def test_the_reports_of_a_page_are_real(name, tmp_path):
         assert words(report) == words(text)
 
 
-# The page of audits shows a model with leaks, a patch that mends it, and a test.
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """The reports of the model, and of the mended one."""
-    model, (patch,) = blocks("audit.md", "python")[0] + "\n", blocks("audit.md", "diff")
-    mended = model
-    for old, new in re.findall(r"^-(.*)\n\+(.*)$", patch, re.MULTILINE):
-        assert mended.count(old) == 1
-        mended = mended.replace(old, new)
-    assert mended != model
-    found = []
-    for source in (model, mended):
-        with importable(tmp_path_factory.mktemp("page"), source):
-            with jax.numpy_dtype_promotion("standard"):
-                loss_fn, args = importlib.import_module("model").make()
-                report = jmpx.inspect.audit(loss_fn)(*args)
-            found.append((report, str(report)))  # which reads the lines of the model
-    return found
+# The page of audits shows a model with leaks, and a patch that mends it.
 
 
 def parts(text):
@@ -99,22 +79,18 @@ def parts(text):
     return lines[:rest] + lines[found:table], {*masked} - flags
 
 
-def test_the_reports_of_the_page_of_audits_are_real(reports):
+def test_the_reports_of_the_page_of_audits_are_real(tmp_path_factory):
+    model, (patch,) = blocks("audit.md", "python")[0] + "\n", blocks("audit.md", "diff")
+    mended = model
+    for old, new in re.findall(r"^-(.*)\n\+(.*)$", patch, re.MULTILINE):
+        assert mended.count(old) == 1
+        mended = mended.replace(old, new)
     shown = [text for text in blocks("audit.md", "text") if text.startswith("Audit of")]
-    for (_, text), expected in zip(reports, shown, strict=True):
+    for source, expected in zip((model, mended), shown, strict=True):
+        with (
+            importable(tmp_path_factory.mktemp("page"), source),
+            jax.numpy_dtype_promotion("standard"),
+        ):
+            loss_fn, args = importlib.import_module("model").make()
+            text = str(jmpx.inspect.audit(loss_fn)(*args))  # which reads the lines of the model
         assert parts(text) == parts(expected)
-
-
-def test_the_test_of_the_page_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
-    (block,) = (block for block in blocks("audit.md", "python") if "def test_precision" in block)
-    code = re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE)
-    for (report, _), fails in zip(reports, (True, False), strict=True):
-        audit = types.SimpleNamespace(audit=lambda fn, r=report: lambda: r)
-        names = {
-            "model": types.SimpleNamespace(make=lambda: (None, ())),
-            "jmpx": types.SimpleNamespace(inspect=audit),
-        }
-        exec(code, names)
-        expected = pytest.raises(AssertionError, match="97.04 % of the FLOPs")
-        with expected if fails else contextlib.nullcontext():
-            names["test_precision"]()
