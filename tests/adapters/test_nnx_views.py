@@ -28,7 +28,7 @@ import jmpx.flax
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 X = normal(np.random.default_rng(0), 2, 4)
-CELLS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
+CELLS = ("LSTMCell", "SimpleCell")
 
 
 class Watched(nnx.Module):
@@ -156,17 +156,6 @@ def test_batch_norm_and_dropout_update_the_model(rng, log, train, rules):
     assert model.norm.mean[...].dtype == F32
 
 
-def test_random_streams_that_are_passed_count_on():
-    class Noisy(nnx.Module):
-        def __call__(self, x, rngs):
-            return x + jax.random.normal(rngs.noise(), x.shape, x.dtype)
-
-    rngs = nnx.Rngs(noise=1)
-    view = jmpx.flax.with_policies(Noisy(), "c=bf16")
-    first, second = view(X, rngs), view(X, rngs=rngs)
-    assert first.dtype == BF16 and (first != second).any() and int(rngs.noise.count[...]) == 2
-
-
 def test_what_is_shared_stays_shared_in_a_view(rng):
     class Tied(nnx.Module):
         def __init__(self, rngs):
@@ -194,8 +183,7 @@ def test_what_is_shared_stays_shared_in_a_view(rng):
     assert [leaf.dtype for leaf in jax.tree.leaves(grads)] == [F32]
 
 
-@pytest.mark.parametrize("rule", ["", "; Step: full", "; */layers: full"])
-def test_a_scan_over_stacked_layers_keeps_its_carry_and_its_state(rule, log):
+def test_a_scan_over_stacked_layers_keeps_its_carry_and_its_state(log):
     class Step(nnx.Module):
         def __init__(self, key):
             self.norm, self.w = nnx.BatchNorm(4, rngs=nnx.Rngs(key)), Watched()
@@ -210,16 +198,13 @@ def test_a_scan_over_stacked_layers_keeps_its_carry_and_its_state(rule, log):
         return x
 
     def run(model):
-        y = jmpx.flax.with_policies(model, MIXED + rule)(X)
-        return y, model.layers.norm.mean[...]
+        return jmpx.flax.with_policies(model, MIXED)(X), model.layers.norm.mean[...]
 
     model = Model(call, layers=nnx.vmap(Step)(jax.random.split(jax.random.key(0), 3)))
     run, state = pure(run, model)
-    y, mean = jax.jit(run)(state) if rule == "" else jax.eval_shape(run, state)
-    inside = "float32" if rule else "bfloat16"
-    assert set(log) == {("w", inside, inside), "bfloat16"} and y.dtype == F32
-    assert mean.shape == (3, 4) and mean.dtype == F32
-    assert rule or (mean != 0).any()
+    y, mean = jax.jit(run)(state)
+    assert set(log) == {seen("w", BF16), "bfloat16"} and y.dtype == F32
+    assert mean.shape == (3, 4) and mean.dtype == F32 and (mean != 0).any()
 
 
 def test_islands_and_states_keep_their_dtypes(log):
@@ -230,22 +215,24 @@ def test_islands_and_states_keep_their_dtypes(log):
             self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
 
         def __call__(self, x, state, rngs):
-            LOG.append((x.dtype.name, state.dtype.name, rngs.noise.count.dtype.name))
+            LOG.append((x.dtype.name, state.dtype.name))
+            rngs.noise()
             self.sum[...] = self.sum[...] + 0 * self.norm(x @ self.weight[...]).sum(0)
             return x
 
     state, rngs = nnx.Variable(jnp.ones(3)), nnx.Rngs(noise=0)
     model = Model(
-        lambda m, x: m.layer(m.island(noise(x)), state, rngs), layer=Stateful(), island=Square()
+        lambda m, x: m.layer(m.island(noise(x)), state, rngs=rngs),
+        layer=Stateful(),
+        island=Square(),
     )
     jmpx.flax.with_policies(model, f"{MIXED}; Square: c=f32,o=f32")(X)
-    assert log == ["float32", ("bfloat16", "float32", "uint32")]
+    assert log == ["float32", ("bfloat16", "float32")] and int(rngs.noise.count[...]) == 1
     assert model.layer.sum.dtype == model.layer.norm.mean.dtype == F32
     assert (model.layer.sum[...] == 1 + 2**-20).all()
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-def test_a_state_that_a_call_replaces_keeps_its_dtype(is_scanned):
+def test_a_state_that_a_call_replaces_keeps_its_dtype():
     class Last(nnx.Module):
         def __init__(self):
             self.weight = nnx.Param(jnp.eye(4))
@@ -259,12 +246,7 @@ def test_a_state_that_a_call_replaces_keeps_its_dtype(is_scanned):
                 self.last.value = y
             return y
 
-    def scanned(model, x):
-        axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
-        scan = nnx.scan(lambda m, x: m(x), in_axes=(axes, 0), out_axes=0)
-        return scan(model.layer, jnp.ones((3, 2, 4)))
-
-    model = Model(scanned if is_scanned else lambda m, x: m.layer(noise(x)), layer=Last())
+    model = Model(lambda m, x: m.layer(noise(x)), layer=Last())
     jmpx.flax.with_policies(model, MIXED)(X)
     assert model.layer.last.dtype == F32 and model.layer.last[...].any()
 
@@ -281,17 +263,11 @@ def recurrent(cell, **options):
 # Makes a layer with a dtype, and names the shape of its input.
 LAYERS = {
     "Linear": (functools.partial(nnx.Linear, 6, 3), "X"),
-    "LinearGeneral": (functools.partial(nnx.LinearGeneral, 6, (2, 3)), "X"),
-    "Einsum": (functools.partial(nnx.Einsum, "ab,bc->ac", (6, 3), (3,)), "X"),
     "Conv": (functools.partial(nnx.Conv, 6, 3, (3, 3)), "IMAGE"),
-    "ConvTranspose": (functools.partial(nnx.ConvTranspose, 6, 3, (3, 3)), "IMAGE"),
     "Embed": (functools.partial(nnx.Embed, 5, 6), "TOKENS"),
     "LoRA": (functools.partial(nnx.LoRA, 6, 2, 3), "X"),
     "BatchNorm": (functools.partial(nnx.BatchNorm, 6, use_running_average=True), "X"),
     "LayerNorm": (functools.partial(nnx.LayerNorm, 6), "X"),
-    "RMSNorm": (functools.partial(nnx.RMSNorm, 6), "X"),
-    "GroupNorm": (functools.partial(nnx.GroupNorm, 6, num_groups=2), "X"),
-    "InstanceNorm": (functools.partial(nnx.InstanceNorm, 6), "IMAGE"),
     "MultiHeadAttention": (
         functools.partial(nnx.MultiHeadAttention, 2, 6, decode=False, normalize_qk=True),
         "X",
@@ -309,7 +285,7 @@ SET = [
 
 
 @pytest.mark.versions
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layer", "field", "policy_map", "dtype", "field_by_hand"),
     [(layer, *SET[(n + k) % 5]) for n, layer in enumerate(LAYERS) for k in (0, 1)],
@@ -382,11 +358,6 @@ def test_layers_inside_follow_if_the_field_was_handed_to_them(log, written, expe
     assert [np.dtype(part.dtype) for part in (view, view.first, view.other)] == [F32, BF16, BF16]
 
 
-def test_a_field_that_is_no_floating_dtype_stays():
-    model = Model(lambda m, x: jnp.arange(3, dtype=m.dtype), dtype=jnp.int32)
-    assert jmpx.flax.with_policies(model, f"{MIXED}; Model: c=bf16")(X).dtype == jnp.int32
-
-
 # Arrays that are made inside
 
 
@@ -415,7 +386,6 @@ def of_noise(make):
 
 MODELS = {
     "vae": lambda: Model(vae, encoder=linear(), decoder=linear()),
-    "one-hot": lambda: Model(lambda m, x: m.layer(jax.nn.one_hot(2, 4)), layer=linear()),
     "NumPy": lambda: Model(lambda m, x: m.layer(np.ones((2, 4))), layer=linear()),
     "float32 norm": lambda: Model(
         lambda m, x: m.layer(m.norm(x)),
@@ -425,20 +395,11 @@ MODELS = {
     "own": of_noise(Square),
     "list": of_noise(Weights),
     "attention": of_noise(lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))),
-    "low rank": of_noise(lambda: nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0))),
-    "convolution": lambda: Model(
-        lambda m, x: m.layer(m.conv(jnp.ones((2, 3, 3, 4)))),
-        conv=nnx.Conv(4, 4, (3, 3), rngs=nnx.Rngs(0)),
-        layer=linear(),
-    ),
     "attend": lambda: Model(
         lambda m, x: m.layer.attend(jnp.ones(4)), layer=nnx.Embed(3, 4, rngs=nnx.Rngs(0))
     ),
     "remat": lambda: Model(
         lambda m, x: nnx.remat(lambda layer, x: layer(x))(m.layer, noise(x)), layer=linear()
-    ),
-    "jit": lambda: Model(
-        lambda m, x: nnx.jit(lambda layer, x: layer(x))(m.layer, noise(x)), layer=linear()
     ),
 }
 
@@ -450,21 +411,8 @@ def test_what_is_made_inside_does_not_widen_what_follows(name):
     # JAX sums the products of attention in float32, so that their cotangents are in it.
     assert products - {"float32xbfloat16"} == {LOW}
     assert len(products) == 1 or name == "attention"
-    if name in ("remat", "jit"):
+    if name == "remat":
         assert traced(MODELS[name](), f"{MIXED}; */layer: full", X) == {FULL}
-
-
-def test_the_numbers_are_those_of_a_cast_by_hand():
-    def by_hand(model, x):
-        encoder, decoder = (cast_copy(layer, BF16) for layer in (model.encoder, model.decoder))
-        mean = encoder(x.astype(BF16))
-        z = mean.astype(F32) + noise(mean)
-        return decoder(z.astype(BF16)).astype(F32)
-
-    run, state = pure(
-        lambda model: (jmpx.flax.with_policies(model, MIXED)(X), by_hand(model, X)), MODELS["vae"]()
-    )
-    assert_same_bits(*jax.jit(run)(state))
 
 
 def test_without_a_policy_around_nothing_is_cast(log):
