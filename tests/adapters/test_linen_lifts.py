@@ -83,7 +83,6 @@ class Loop(nn.Module):
     ("rules", "carry"),
     [
         ("", None),
-        ("; LayerNorm: full", F32),
         ("; Step: full", BF16),
         ("; */step: c=f32,o=f16", F32),
     ],
@@ -96,9 +95,6 @@ def test_scan_keeps_its_carry(rng, rules, carry, log):
     assert set(log[:-1]) == {("w", inside, inside)}
     assert log[-1] == ("carry", "float32" if carry == F32 else "bfloat16")
     assert dtypes(shapes) == ["float32", "float32"]
-    if rules == "":
-        both = jax.jit(lambda v: (run(v), Loop(carry).apply(v, XS)))
-        assert_close(*both(variables), atol=0.15, rtol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -109,56 +105,26 @@ def test_the_outermost_module_may_be_lifted(rng, dtype):
     assert (last.dtype, ys.dtype) == (dtype, F16)
 
 
-class Decoder(nn.Module):
-    """A step whose carry is that of a cell and its last output, both made in float32."""
-
-    @nn.compact
-    def __call__(self, carry, x):
-        state, last = carry
-        state, y = nn.LSTMCell(4)(state, x + last)
-        y = nn.Dense(4)(y)
-        return (state, y), y
-
-
-class Decoding(nn.Module):
-    lift: str
-    carry: jnp.dtype
-
-    @nn.compact
-    def __call__(self, xs):
-        zeros = jnp.zeros_like(xs[0], self.carry)
-        carry = ((zeros, zeros), zeros)
-        if self.lift == "scan":
-            return nn.scan(Decoder, **SHARED)(name="cell")(carry, xs)
-        cell = Decoder(name="cell")
-        if self.lift == "function":
-            return nn.scan(lambda cell, carry, x: cell(carry, x), **SHARED)(cell, carry, xs)
-        if self.is_initializing():
-            return cell(carry, xs[0])
-        return jax.lax.scan(lambda carry, x: cell(carry, x), carry, xs)
-
-
-# A user's own loop cannot be changed: there it is the test below that holds.
 @pytest.mark.parametrize(
-    ("lift", "rules", "carry"),
-    [
-        ("scan", "", F32),
-        ("scan", "; LSTMCell: c=bf16,o=f32", BF16),
-        ("scan", "; Decoder: full", F32),
-        ("function", "; Dense: o=f32", F32),
-        ("function", "; */cell: f32", BF16),
-        ("jax", "", F32),
-        ("jax", "; Dense: o=f32", F32),
-    ],
+    ("rules", "dtype"), [("", F32), ("; LSTMCell: c=bf16,o=f32", BF16), ("; LSTMCell: full", BF16)]
 )
-def test_cells_keep_a_carry_of_any_dtype(rng, lift, rules, carry):
+def test_a_cell_keeps_its_carry_in_a_loop_of_jax(rng, rules, dtype):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, xs):
+            cell, carry = nn.LSTMCell(4), 2 * (jnp.zeros_like(xs[0], dtype),)
+            if self.is_initializing():
+                return cell(carry, xs[0])
+            carry, ys = jax.lax.scan(lambda carry, x: cell(carry, x), carry, xs)
+            LOG.append({leaf.dtype for leaf in carry})
+            return carry, ys
+
     xs = normal(rng, 5, 2, 4)
-    variables = init(rng, Decoding(lift, F32), xs)
-    run = under(MIXED + rules, Decoding(lift, carry), xs)
-    assert set(dtypes(jax.eval_shape(run, variables))) == {"float32"}
-    if (lift, rules) == ("jax", ""):
-        both = jax.jit(lambda v: (run(v), Decoding(lift, carry).apply(v, xs)))
-        assert_close(*both(variables), atol=0.2)
+    variables, run = init(rng, Net(), xs), under(MIXED + rules, Net(), xs)
+    jax.eval_shape(run, variables)
+    assert LOG == [{dtype}]
+    if not rules:
+        assert_close(*jax.jit(lambda v: (run(v), Net().apply(v, xs)))(variables), atol=0.2)
 
 
 class InLoops(nn.Module):
@@ -178,8 +144,6 @@ class InLoops(nn.Module):
 
         if self.kind == "cond":
             return nn.cond(True, run, lambda _, x: x, self, x)
-        if self.kind == "switch":
-            return nn.switch(1, [run, lambda _, x: x, lambda _, x: layer(x)], self, x)
         if self.kind == "lax.cond":
             return jax.lax.cond(True, lambda x: run(self, x), lambda x: x, x)
         if self.kind == "while":
@@ -190,20 +154,15 @@ class InLoops(nn.Module):
         if self.kind == "numpy":  # which is float64
             step = lambda _, c, __: (c + layer(np.ones((3, 4))), None)  # noqa: E731
             return nn.scan(step, **SHARED, length=2)(self, x, None)[0]
-        if self.kind == "nn.vjp":
-            return nn.vjp(run, self, x)[1](jnp.ones(x.shape, F32))[1]
-        return jax.vjp(lambda x: run(self, x), x)[1](jnp.ones(x.shape, F32))[0]
+        return nn.vjp(run, self, x)[1](jnp.ones(x.shape, F32))[1]
 
 
-KINDS = ["cond", "switch", "lax.cond", "while", "numpy", "nn.vjp", "jax.vjp"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["cond", "lax.cond", "while", "numpy", "nn.vjp"])
 def test_results_in_loops_are_as_wide_as_what_came_in(rng, kind):
     model = InLoops(kind)
     variables, run = init(rng, model, X), under(MIXED, model, X)
     assert jax.eval_shape(run, variables).dtype == F32
-    if kind in ("cond", "nn.vjp"):
+    if kind == "nn.vjp":
         both = jax.jit(lambda v: (run(v), model.apply(v, X)))
         assert_close(*both(variables), atol=0.2, rtol=0.1)
 
@@ -265,17 +224,6 @@ def test_lifted_modules(rng, name, log):
     gradient = jax.grad(lambda variables: run(variables).mean())
     assert set(dtypes(jax.eval_shape(gradient, variables))) == {"float32"}
     assert set(log) == {("w", "float32", "float32"), ("last", "bfloat16", "bfloat16")}
-    if name == "vmap":
-        full = jax.grad(lambda variables: model.apply(variables, X).mean())
-        both = jax.jit(lambda v: (gradient(v), full(v)))(variables)
-        for grad, expected in zip(*map(jax.tree.leaves, both), strict=True):
-            assert np.linalg.norm(grad - expected) < 0.05 * np.linalg.norm(expected)
-
-
-def test_remat_is_the_same_to_the_bit(rng):
-    plain, remat = lifted(lambda cls: cls), lifted(nn.remat)
-    runs = [under(f"{MIXED}; LayerNorm: full", model, X) for model in (plain, remat)]
-    assert_same_bits(*jax.jit(lambda v: [run(v) for run in runs])(init(rng, plain, X)))
 
 
 def test_functions_that_are_lifted_read_cast_parameters(rng, log):
@@ -294,29 +242,11 @@ def test_functions_that_are_lifted_read_cast_parameters(rng, log):
     assert set(log) == {("bfloat16", "bfloat16")}
 
 
-def test_conditionals_and_variables_that_are_mapped(rng, log):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, flag):
-            one, other = Watched(name="one"), nn.WeightNorm(nn.Dense(4, name="other"))
-            if self.is_initializing():
-                one(x)
-                other(x)
-            return nn.cond(flag, lambda _, x: one(x), lambda _, x: other(x), self, x)
-
-    variables = init(rng, Net(), X, True)
-
-    @jax.jit
-    def run(variables):
-        policy_map = f"{MIXED}; Watched: full"
-        y, z = (under(policy_map, Net(), X, flag)(variables) for flag in (True, False))
-        by_hand = X.astype(BF16).astype(F32) @ variables["params"]["one"]["w"]
-        return (y, by_hand.astype(BF16).astype(F32)), (z, Net().apply(variables, X, False))
-
-    same, close = run(variables)
-    assert set(log[:2]) == {("one", "float32", "float32")}
-    assert_same_bits(*same)
-    assert_close(*close, atol=0.1)
+def test_variables_that_are_mapped(rng):
+    model = nn.WeightNorm(nn.Dense(4))
+    variables, run = init(rng, model, X), under(MIXED, model, X)
+    assert dots(run, variables) == ["bfloat16xbfloat16"]
+    assert_close(*jax.jit(lambda v: (run(v), model.apply(v, X)))(variables), atol=0.1)
 
 
 def test_policies_of_classes_hold_through_lifts(rng, log):
@@ -325,10 +255,6 @@ def test_policies_of_classes_hold_through_lifts(rng, log):
     with jmpx.push_policy(Block, "c=f16,o=bf16"):
         assert jax.eval_shape(under(None, model, X), variables).dtype == F32
     assert log == [("w", "float16", "float16"), ("last", "bfloat16", "float32")]
-    log.clear()
-    with jmpx.push_policy(Watched, "c=f16"):  # rules go before the policies of classes
-        jax.eval_shape(under("c=bf16; */last: c=f32", model, X), variables)
-    assert log == [("w", "float16", "float16"), ("last", "float32", "float32")]
 
 
 def test_methods_that_are_not_lifted_are_of_the_lifted_class(log):
