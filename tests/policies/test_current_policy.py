@@ -1,5 +1,6 @@
 """`jmpx.current_policy()` in methods of modules of all frameworks."""
 
+import functools
 import threading
 
 import equinox as eqx
@@ -8,15 +9,14 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
-from helpers import LOG
+from helpers import LOG, zoo
 
 import jmpx
 import jmpx.equinox
 import jmpx.flax
-import jmpx.haiku
 
 X = jnp.ones(2)
+FAILING = []  # with something in it, each leaf fails
 
 
 def note(name):
@@ -24,101 +24,50 @@ def note(name):
     LOG.append((name, policy and jnp.dtype(policy.compute_dtype).name))
 
 
-class Leaf:
-    """The methods of the leaves, which each framework gets in a class of its own."""
+def leaf(m, x):
+    note("leaf")
+    if FAILING:
+        raise RuntimeError("in the middle")
+    return x
 
+
+def whole(m, x):
+    note("before")
+    x = m.inner("island", leaf)(m.inner("plain", leaf)(x))
+    note("after")
+    return x
+
+
+@functools.cache
+def net_of(framework):
+    net = zoo.build(framework, whole, X)
+    LOG.clear()  # of what was noted while it was made
+    return net
+
+
+def run(framework, x, policy_map):
+    net = net_of(framework)
+    return net.under(policy_map)(net.model, x)
+
+
+def leaf_of(framework):
+    """Returns the class of the leaves."""
+    classes = {"haiku": zoo.HaikuInner, "linen": zoo.LinenInner, "nnx": zoo.NNXInner}
+    return classes.get(framework) or type(net_of("equinox").model.plain)
+
+
+class LinenLeaf(nn.Module):
     def __call__(self, x):
         note("leaf")
         return x
 
-    def method(self, x):
-        note("method")
-        return self._private(x)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _private(self, x):
-        note("private")
-        return x
-
-
-class Net:
-    def __call__(self, x):
-        note("before")
-        x = self.island.method(self.island(self.plain(x)))  # pyright: ignore[reportAttributeAccessIssue]
-        note("after")
-        return x
-
-
-class HaikuLeaf(hk.Module):
-    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
-
-
-class LinenLeaf(nn.Module):
-    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
-
-
-class EquinoxLeaf(eqx.Module):
-    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
-
-
-class NnxLeaf(nnx.Module):
-    __call__, method, _private = Leaf.__call__, Leaf.method, Leaf._private
-
-
-class HaikuNet(hk.Module):
-    __call__ = Net.__call__
-
-    def __init__(self):
-        super().__init__()
-        self.plain, self.island = HaikuLeaf(name="plain"), HaikuLeaf(name="island")
-
-
-class LinenNet(nn.Module):
-    __call__ = Net.__call__
-
-    def setup(self):
-        self.plain, self.island = LinenLeaf(), LinenLeaf()
-
-
-class EquinoxNet(eqx.Module):
-    plain: EquinoxLeaf
-    island: EquinoxLeaf
-    __call__ = Net.__call__
-
-
-class NnxNet(nnx.Module):
-    __call__ = Net.__call__
-
-    def __init__(self):
-        self.plain, self.island = NnxLeaf(), NnxLeaf()
-
-
-def without_policies(framework, x=X):
-    if framework == "haiku":
-        return hk.transform(lambda x: HaikuNet()(x)).apply({}, None, x)
-    if framework == "linen":
-        return LinenNet().apply({}, x)
-    return run(framework, x, None)
-
-
-def run(framework, x, policy_map):
-    if framework in ("haiku", "linen"):
-        policies = jmpx.haiku.policies if framework == "haiku" else jmpx.flax.policies
-        with policies(policy_map):
-            return without_policies(framework, x)
-    if framework == "equinox":
-        return jmpx.equinox.with_policies(EquinoxNet(EquinoxLeaf(), EquinoxLeaf()), policy_map)(x)
-    return jmpx.flax.with_policies(NnxNet(), policy_map)(x)
-
-
-LEAVES = {"haiku": HaikuLeaf, "linen": LinenLeaf, "nnx": NnxLeaf, "equinox": EquinoxLeaf}
-every_framework = pytest.mark.parametrize("framework", LEAVES)
+every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 ISLAND = "c=bf16; *island: c=f16"
 ONE_RUN = [
     ("before", "bfloat16"),
     ("leaf", "bfloat16"),
     ("leaf", "float16"),
-    ("method", "float16"),
-    ("private", "float16"),
     ("after", "bfloat16"),
 ]
 
@@ -153,36 +102,34 @@ def test_it_is_the_policy_of_the_innermost_running_method(framework, transform):
 
 @every_framework
 def test_without_policies_there_is_none(framework):
-    without_policies(framework)
+    run(framework, X, None)
     assert {policy for _, policy in LOG} == {None}
 
 
 @every_framework
 def test_policies_of_classes_are_answered_too(framework):
     outside = "float32" if framework == "haiku" else None
-    with jmpx.push_policy(LEAVES[framework], "f16"):
-        run(framework, X, outside and f"c={outside}")
-    leaves = {policy for name, policy in LOG if name in ("leaf", "method", "private")}
+    net = net_of(framework)
+    with jmpx.push_policy(leaf_of(framework), "f16"):
+        net.within(*[f"c={outside}"] if outside else [])(net.model, X)
+    leaves = {policy for name, policy in LOG if name == "leaf"}
     assert leaves == {"float16"}
     assert {policy for name, policy in LOG if name in ("before", "after")} == {outside}
 
 
 def test_haikus_own_policies_are_answered_as_ever():
-    with hk.mixed_precision.push_policy(HaikuLeaf, jmpx.get_policy("f16")):  # pyright: ignore[reportArgumentType]
-        without_policies("haiku")
+    with hk.mixed_precision.push_policy(zoo.HaikuInner, jmpx.get_policy("f16")):  # pyright: ignore[reportArgumentType]
+        run("haiku", X, None)
     assert dict(LOG)["leaf"] == "float16" and dict(LOG)["before"] is None
 
 
 @every_framework
 def test_it_is_none_after_an_error(framework, monkeypatch):
-    def fail(self, x):
-        note("failing")
-        raise RuntimeError("in the middle")
-
-    monkeypatch.setattr(LEAVES[framework], "_private", fail)
+    net_of(framework)
+    monkeypatch.setattr("test_current_policy.FAILING", [True])
     with pytest.raises(RuntimeError, match="in the middle"):
-        run(framework, X, ISLAND)
-    assert LOG[-1] == ("failing", "float16") and jmpx.current_policy() is None
+        run(framework, X, ISLAND.replace("*island", "*plain"))
+    assert LOG[-1] == ("leaf", "float16") and jmpx.current_policy() is None
 
 
 @every_framework
@@ -216,7 +163,7 @@ def test_of_nested_frameworks_the_innermost_answers():
 
     jmpx.equinox.with_policies(Outer(), "c=bf16")(X)
     answers = [policy for _, policy in LOG]
-    assert answers == ["bfloat16"] + ["float16"] * 6 + ["bfloat16"] * 7
+    assert answers == ["bfloat16"] + ["float16"] * 4 + ["bfloat16"] * 5
 
 
 def test_a_linen_context_without_a_policy_answers_none_inside_of_another():
@@ -262,6 +209,6 @@ def test_linens_setup_and_new_parameters_see_the_policy_that_casts_them():
 
 @pytest.mark.parametrize("wrap", [eqx.filter_checkpoint, jax.vmap, eqx.filter_jit])
 def test_equinox_wrappers_of_a_view(wrap):
-    view = jmpx.equinox.with_policies(EquinoxNet(EquinoxLeaf(), EquinoxLeaf()), ISLAND)
+    view = jmpx.equinox.with_policies(net_of("equinox").model, ISLAND)
     wrap(view)(X[None])
     assert LOG == ONE_RUN
