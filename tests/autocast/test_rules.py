@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal, warns_once
-from helpers.autocast import assert_near, assert_ran, check, eleven, loss_fn, named, values
-from helpers.four_frameworks import FRAMEWORKS, X, in_words_of
+from helpers.autocast import assert_near, assert_ran, check, eleven, named, values
+from helpers.four_frameworks import FRAMEWORKS, X
 from helpers.jaxprs import FULL, LOW, dots, equations_of, trace
 from jax import lax
 from jax.experimental import pallas as pl
@@ -48,9 +48,7 @@ def test_grampax_semantics(rng):
 @pytest.mark.parametrize(
     "policy, expected, transform",
     [
-        ("c=bf16", [LOW, LOW], jax.jit),
         ("c=bf16; */head: full", [LOW, FULL], jax.vmap),
-        ("c=bf16; */head/*: full", [LOW, FULL], jax.checkpoint),
         ("c=bf16; head: full", [LOW, FULL], lambda f: f),
         ("c=bf16; *: full; */trunk: bf16", [LOW, FULL], jax.jit),
         ("c=full; */trunk: bf16", [LOW, FULL], jax.vmap),
@@ -95,17 +93,6 @@ def test_rules_hold_within_jit_and_scan(pair):
 
 
 # Functions that stay in float32.
-
-
-def test_a_16_bit_autocast_in_another(positive):
-    for inner, dots_and_sines in (
-        (jmpx.autocast(loss_fn), ("bfloat16", "bfloat16")),
-        (jmpx.autocast(loss_fn, "compute=f16"), ("bfloat16 float16", "float16")),
-    ):
-        outer = jmpx.autocast(lambda x, w, inner=inner: inner(x @ w, w))
-        dot_general, sin = dots_and_sines
-        assert_ran(outer, *positive, dot_general=dot_general, sin=sin)
-    check(inner, *positive, dot_general="float16", sin="float16")
 
 
 def product(x, w):
@@ -168,12 +155,6 @@ def test_no_rule_goes_before_full_precision(pair, mark):
 # Rules without effect: tests/messages has what is said of them.
 
 
-def test_used_rules_are_known_at_each_call(rng):
-    x = normal(rng, 2, 2)
-    for _ in range(2):  # the second one finds the inner jit retraced
-        trace(jmpx.autocast(named, "c=bf16; */head: full; op.tanh: f32"), x)
-
-
 def test_what_is_near_is_found_inside_of_inner_functions():
     by_rule = jax.custom_jvp(lambda x: jax.named_scope("attention")(jnp.tanh)(x @ x))
     by_rule.defjvp(lambda primals, tangents: jax.jvp(by_rule, primals, tangents))
@@ -192,25 +173,13 @@ def test_what_is_near_is_found_inside_of_inner_functions():
         assert "matched no operation; did you mean 'op.tanh'?" in operation
 
 
-@pytest.mark.parametrize(
-    "framework, selector, near",
-    [
-        ("haiku", "*/iner", "<net/>block/inner"),
-        ("linen", "<Own>Blok", "<Own>Block"),
-        ("nnx", "<Own>Bas", "<Own>Base"),
-        ("equinox", "*/iner", "<net/>block/inner"),
-    ],
-)
-def test_what_is_near_to_a_class_or_path(framework, selector, near):
-    apply, model, _, _ = FRAMEWORKS[framework]
+def test_a_class_in_a_function_that_jax_has_traced_before_is_no_unused_rule():
+    apply, model, _, _ = FRAMEWORKS["haiku"]
     jitted = jax.jit(apply)
-    f = jmpx.autocast(jitted, in_words_of(framework, f"c=bf16; {selector}: full"))
-    # A class that runs inside of a function that JAX has traced before is no unused rule.
-    used = jmpx.autocast(jitted, in_words_of(framework, "c=bf16; <Own>Base: full"))
+    used, unused = (jmpx.autocast(jitted, f"c=bf16; {of}: full") for of in ("HaikuBase", "*/iner"))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="matched no module or scope") as record:
-            trace(f, model, X)
-        assert f"; did you mean {in_words_of(framework, near)!r}?" in str(record[0].message)
+        with pytest.warns(UserWarning, match="did you mean 'net/block/inner'"):
+            trace(unused, model, X)
         trace(used, model, X)
 
 
@@ -356,13 +325,10 @@ def test_the_remedy_is_the_program_written_by_hand(rng):
     [
         ("cond: bf16", PLACES["cond"](jnp.tanh)),
         ("custom_jvp_call: f16", jax.nn.relu),
-        ("remat: bf16", jax.checkpoint(jnp.tanh)),
         ("convert_element_type: bf16", lambda x: x.astype(F16)),
     ],
 )
 def test_rules_for_operations_without_a_dtype(rule, f):
-    if rule.startswith("remat"):
-        rule = rule.replace("remat", jax.make_jaxpr(f)(1.0).eqns[0].primitive.name)
     with warns_once(__file__, "holds others or keeps its dtypes"):
         jax.eval_shape(jmpx.autocast(lambda x: f(x @ W), f"c=bf16; op.{rule}"), jnp.eye(4))
     optional = f"c=bf16; op.{rule.replace(':', '?:')}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, warns_once
-from helpers.autocast import assert_ran, dtypes_of, rows
+from helpers.autocast import assert_ran, dtypes_of
 from helpers.four_frameworks import (
     ALL,
     BATCH,
@@ -63,18 +63,6 @@ def test_one_string_means_the_same(framework, policy):
     assert products(lambda x: adapter(string)(model, x), X) == found
 
 
-SELECTORS = "<Linear> <Own>Head <Own>Block <Own>Base <Own>Net */inner *outer *block/* *".split()
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_any_string_means_the_same(framework, rng):
-    apply, model, adapter, _ = FRAMEWORKS[framework]
-    rules = [f"{rng.choice(SELECTORS)}: {rng.choice(['full', 'bf16'])}" for _ in range(4)]
-    policy = in_words_of(framework, "; ".join([str(rng.choice(["c=bf16", "c=full"])), *rules]))
-    found = products(lambda x: jmpx.autocast(apply, policy)(model, x), X)
-    assert found == products(lambda x: adapter(policy)(model, x), X)
-
-
 def of_scan(f):
     return lambda model, x: lax.scan(lambda c, _: (c, f(model, x + c)), 0.0, None, 3)[1]
 
@@ -96,7 +84,6 @@ def of_gradient(f):
     "framework, transform, outside",
     [
         ("haiku", lambda f: jax.jit(of_gradient(jax.checkpoint(f))), False),
-        ("linen", of_scan, False),
         ("equinox", lambda f: of_scan(of_vmap(f)), False),
         ("nnx", lambda f: of_scan(of_vmap(f)), True),
         ("haiku", of_gradient, True),
@@ -124,20 +111,13 @@ class Local(eqx.Module):
         return self.encode(x)
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda m: m.encode,
-        lambda m: m.jitted,
-        lambda m: functools.partial(m.encode),
-        lambda m: jax.tree_util.Partial(m.encode),
-        lambda m: eqx.filter_vmap(m.encode),
-    ],
-)
-def test_methods_and_wrappers_of_equinox(of):
-    method = of(Local(EquinoxLinear(jnp.ones((3, 4)))))
-    for policy in ("c=bf16; Local: full", "c=bf16; linear*: full"):
-        assert dots(lambda x, p=policy: jmpx.autocast(method, p)(x), X) == [FULL]
+def test_methods_and_wrappers_of_equinox():
+    model = Local(EquinoxLinear(jnp.ones((3, 4))))
+    partials = functools.partial(model.encode), jax.tree_util.Partial(model.encode)
+    for method in (model.encode, model.jitted, *partials, eqx.filter_vmap(model.encode)):
+        for policy in ("c=bf16; Local: full", "c=bf16; linear*: full"):
+            cast = jmpx.autocast(method, policy)
+            assert dots(lambda x, cast=cast: cast(x), X) == [FULL]
 
 
 class Store(eqx.Module):  # a container: its modules are called, it is not
@@ -203,11 +183,9 @@ def hidden(net):
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.parametrize("framework", rows(["haiku", "equinox"], "haiku"))
-def test_no_mark_leaves_autocast(framework):
-    apply, model, _, _ = FRAMEWORKS[framework]
-    policy = in_words_of(framework, "c=bf16; <Own>Block: full; <Linear>: bf16")
-    f = jmpx.autocast(hidden(apply), policy)
+def test_no_mark_leaves_autocast():
+    apply, model, _, _ = FRAMEWORKS["haiku"]
+    f = jmpx.autocast(hidden(apply), "c=bf16; HaikuBlock: full; Linear: bf16")
     both = jax.value_and_grad(lambda model, x: f(model, x).sum())
     for g in (f, both):
         found = stacks(jax.make_jaxpr(g)(model, X))
@@ -377,12 +355,6 @@ def test_other_maps_are_islands(pair):
     saving = jmpx.autocast(lambda x, w: jnp.sin(model(x, w) @ w), "c=bf16", save="products")
     names = {eqn.primitive.name for eqn in equations_of(jmpx.autocast(saving, "c=bf16"), *pair)}
     assert names & {"checkpoint", "remat2"}
-
-
-def test_in_full_precision_it_runs_as_it_says(pair):
-    inner = jax.jit(jmpx.autocast(model, "c=bf16"))
-    region = jmpx.full_precision(lambda x, w: inner(x, w) @ w)
-    assert_ran(jmpx.autocast(region, "c=bf16"), *pair, dot_general="bfloat16 float32")
 
 
 @pytest.mark.parametrize("first", ["inside", "outside"])
