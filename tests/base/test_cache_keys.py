@@ -126,8 +126,15 @@ def test_another_thread_has_policies_and_traces_of_its_own(kind):
     assert seen == {"before": np.float32, "inside": np.float16, "after": np.float32}
 
 
+def local_class():
+    class Local:
+        pass
+
+    return Local
+
+
 def test_local_classes_of_one_name_are_told_apart():
-    first, second = (type("Local", (), {}) for _ in range(2))
+    first, second = local_class(), local_class()
     jitted, traces = counted(lambda x: x)
     for cls in (first, second, first):
         with jmpx.push_policy(cls, "f16"):

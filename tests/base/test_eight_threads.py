@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,21 +100,19 @@ def shared_product(model: Any, x: Any, w: Any) -> Any:
     return x[:2] @ w.astype(x.dtype) * model.w
 
 
-def run_gradient(x: Any, text: str | None) -> Any:
+def run_gradient(x: Any, text: str) -> Any:
     def loss_fn(w: Any, x: Any) -> Any:
         y, code = shared_loss(w, x)
         return y.astype(jnp.float32).sum(), (code, y)
 
     scaling = jmpx.DynamicLossScale(2.0**10)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, has_aux=True, policy=text or "full")
-    (_, (code, y)), _, finite, grads = grad_fn(ONE, x)
-    if not isinstance(finite, jax.core.Tracer) and (not finite or grads.dtype != np.float32):
-        raise ValueError(f"gradients in {grads.dtype}, finite: {finite}")
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, has_aux=True, policy=text)
+    (_, (code, y)), *_ = grad_fn(ONE, x)
     return y, code
 
 
-def run_autocast(x: Any, text: str | None) -> Any:
-    y = jmpx.autocast(shared_product, text or "full", output=None)(EQUINOX, x, np.eye(2))
+def run_autocast(x: Any, text: str) -> Any:
+    y = jmpx.autocast(shared_product, text, output=None)(EQUINOX, x, np.eye(2))
     return y, jnp.int32(-1)
 
 
@@ -130,8 +127,8 @@ OPENED = {
     "haiku": lambda text: jmpx.haiku.policies(text) if text else contextlib.nullcontext(),
     "linen": jmpx.flax.policies,
 }
-EAGER = MODULES | {"gradient": run_gradient, "autocast": run_autocast}
-JITTED = {name: jax.jit(run, static_argnums=1) for name, run in EAGER.items()}
+FUNCTIONS = {"gradient": run_gradient, "autocast": run_autocast}
+JITTED = {n: jax.jit(run, static_argnums=1) for n, run in (MODULES | FUNCTIONS).items()}
 
 
 class Wanted(NamedTuple):
@@ -212,7 +209,7 @@ class Thread:
         """Checks that there are no policies, also in functions that other threads have compiled."""
         self.check_classes("fresh", None)
         self.check("a fresh thread's current_policy", None, jmpx.current_policy())
-        for funcs, name in itertools.product((EAGER, JITTED), MODULES):
+        for funcs, name in itertools.product((MODULES, JITTED), MODULES):
             self.check(f"a fresh {name}", ("float32", 0), self.call(funcs[name], X, None))
 
 
