@@ -4,7 +4,6 @@ import abc
 import copy
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
@@ -313,21 +312,15 @@ def test_inheritance_converters_checks_and_hooks(rng):
         def __call__(self, x):
             return x * self.weight
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Equinox's, of the two kinds of __init__
+    class Derived(Base, label="derived"):
+        shift: jax.Array
 
-        class Derived(Base, label="derived"):
-            shift: jax.Array
+        def __init__(self, weight):
+            made.append("init")
+            self.weight, self.shift = weight, jnp.ones(3)
 
-            def __init__(self, weight):
-                made.append("init")
-                self.weight, self.shift = weight, jnp.ones(3)
-
-            def __post_init__(self):
-                raise AssertionError
-
-            def __call__(self, x):
-                return super().__call__(x) + self.shift
+        def __call__(self, x):
+            return super().__call__(x) + self.shift
 
     model, x = Derived([1.0, 2.0, 3.0]), normal(rng, 3)
     before = list(made)

@@ -262,7 +262,6 @@ def test_of_a_mere_container_the_default_is_that_of_the_modules_in_it(box):
     expected = jmpx.cast_tree(box.encoder, jnp.bfloat16)(x.astype(BF16)).astype(F32)
     assert_same_bits(view.encoder(x), expected)
     assert_same_bits(view.parts[0](x), box.parts[0](x))
-    assert isinstance(view, Container)
 
 
 def test_a_container_hands_its_policy_on_to_the_modules_in_it(box):
@@ -273,8 +272,6 @@ def test_a_container_hands_its_policy_on_to_the_modules_in_it(box):
             return self.box.parts[0](self.box.encoder(x)) * self.box.offset
 
     model, x = Model(box), jnp.arange(4.0) / 3
-    view = with_policies(model, f"{MIXED}; Container: full; LayerNorm: f16")
-    assert view.box.offset.dtype == F32
     view = with_policies(model, f"{MIXED}; Linear: f16; /box: full; /box/encoder: f16")
     view = eqx.tree_at(lambda view: view.box.offset, view, jnp.ones(4, BF16))
     inside = jmpx.cast_tree(box.encoder, jnp.float16)(x.astype(BF16).astype(F16)).astype(BF16)

@@ -88,14 +88,10 @@ FORMS = {
     "numpy": lambda model, x, made: model.second(np.ones(4, F32)),
 }
 LOOPS = {
-    "map": lambda model, x, made: jax.lax.map(model.second, made[None])[0],
     "scan": lambda model, x, made: scan(model.second, made),
     "cell": scanned_cell,
-    "fori_loop": lambda m, x, made: jax.lax.fori_loop(0, 2, lambda i, carry: m.second(carry), made),
     "while_loop": while_looped,
     "cond": lambda m, x, made: jax.lax.cond(x[0] > 0, lambda y: m.second(y), lambda y: y, made),
-    "switch": lambda m, x, made: jax.lax.switch(1, [lambda: made, lambda: m.second(made)]),
-    "jit in a scan": lambda model, x, made: scan(eqx.filter_jit(model.second), made),
     "jit": jitted_in_a_loop_and_outside,
     "checkpoint in a scan": lambda m, x, made: scan(eqx.filter_checkpoint(m.second), made),
     "vjp": pulled_back,
@@ -158,27 +154,6 @@ B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
 )
 def test_a_call_that_reads_keeps_the_widest_dtype_in_a_loop(args, options, expected):
     assert reading(args, **options) == expected
-
-
-def test_in_loops_the_widest_argument_of_its_shape_counts():
-    class Conditioned(eqx.Module):
-        scale: jax.Array
-
-        def __call__(self, x, time):
-            assert time.dtype == x.dtype  # the float32 one is cast
-            return (x * self.scale * time).astype(x.dtype)
-
-    def conditioned(model, x, made):
-        step = lambda x, time: (model.cell(x, time), None)  # noqa: E731
-        return jax.lax.scan(step, x, jnp.arange(3, dtype=F32))[0]
-
-    def recurrent(model, x, made):
-        step = lambda carry, x: (model.cell(x, carry), None)  # noqa: E731
-        return jax.lax.scan(step, made, jnp.stack([x, x]))[0]
-
-    model = Model(conditioned, cell=Conditioned(jnp.ones(4)))
-    for each in (model, Model(recurrent)):
-        jax.eval_shape(with_policies(each, "c=bf16"), X)
 
 
 def test_a_rule_goes_before_and_mends_a_carry_that_cannot_be_kept():

@@ -1,4 +1,4 @@
-"""One transformer in four frameworks: a policy gives the program of casts by hand, not one more."""
+"""One transformer in four frameworks: a policy gives the program of casts by hand, none too many."""
 
 import collections
 import re

@@ -1,12 +1,10 @@
 """`product=f32` in a rule: 16-bit operands, float32 results, in all frameworks and autocast."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, zoo
+from helpers import BF16, F32, zoo
 from helpers.jaxprs import program
 from helpers.products import products_of
 
@@ -101,40 +99,37 @@ def test_what_leaves_is_not_rounded(rng):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# A convolution in four frameworks, and under autocast: tests/messages has the error.
+# Convolutions: tests/messages has the error of autocast.
 
 
-def conv_of(framework):
-    """Returns what runs a convolution under a policy map, and a rule for what holds it."""
-    x = jnp.ones((1, 4, 4, 3))
-    if framework == "autocast":
-
-        def conv(w, x):
-            with jax.named_scope("net/head"):
-                return jax.lax.conv(x, w, (1, 1), "SAME")
-
-        shapes = jax.ShapeDtypeStruct((2, 3, 1, 1), F32), jax.ShapeDtypeStruct((1, 3, 4, 4), F32)
-        return (lambda policy: jax.eval_shape(jmpx.autocast(conv, policy), *shapes)), "net*"
-    body = lambda m, x: m.conv("head", 2, 1)(x)  # noqa: E731
-    net = zoo.build(framework, body, x, rng=np.random.default_rng(0))
-    return lambda policy: jax.eval_shape(lambda x: net.under(policy)(net.model, x), x), net.words(
-        "<Net>"
-    )
-
-
-@pytest.mark.parametrize("framework", [*zoo.FRAMEWORKS, "autocast"])
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 def test_a_convolution_is_refused_unless_it_has_a_rule_of_its_own(framework):
-    run, holder = conv_of(framework)
-    for selector in "*/head", "*", holder:
+    x, body = jnp.ones((1, 4, 4, 3)), lambda m, x: m.conv("head", 2, 1)(x)
+    net = zoo.build(framework, body, x, rng=np.random.default_rng(0))
+
+    def run(policy):
+        jax.eval_shape(lambda x: net.under(policy)(net.model, x), x)
+
+    for selector in "*/head", "*", net.words("<Net>"):
         message = "product=float32' in .*: it is for matrix products, as"
         with pytest.raises(ValueError, match=message):
             run(f"c=bf16; {selector}: product=f32")
-        run(f"c=bf16; {selector}: c=f32,m=BF16_BF16_F32")
-    # In the scope of autocast, nothing else multiplies.
-    warns = pytest.warns(UserWarning, match="has no effect")
+        run(f"c=bf16; {selector}: c=f32,m=BF16_BF16_F32_X3")
     for rule in "c=f32", "c=f32,m=default":
-        with warns if framework == "autocast" else contextlib.nullcontext():
-            run(f"c=bf16; *: product=f32; */head: {rule}")
+        run(f"c=bf16; *: product=f32; */head: {rule}")
+
+
+def test_under_autocast_a_rule_of_its_own_saves_a_convolution():
+    def conv(w, x):
+        with jax.named_scope("net/head"):
+            return jax.lax.conv(x, w, (1, 1), "SAME")
+
+    shapes = jax.ShapeDtypeStruct((2, 3, 1, 1), F32), jax.ShapeDtypeStruct((1, 3, 4, 4), F32)
+    jax.eval_shape(jmpx.autocast(conv, "c=bf16; *: c=f32,m=BF16_BF16_F32_X3"), *shapes)
+    for rule in "c=f32", "c=f32,m=default":  # and nothing else multiplies
+        with pytest.warns(UserWarning, match="has no effect"):
+            run = jmpx.autocast(conv, f"c=bf16; *: product=f32; */head: {rule}")
+            jax.eval_shape(run, *shapes)
 
 
 # The key
@@ -149,11 +144,3 @@ def test_it_is_read_and_written():
     assert policy_map.to_dict()["rules"] == rules
     assert jmpx.get_policy_map({"policy": "c=bf16", "rules": rules}) == policy_map
     assert policy_map.rules[0] == jmpx.types.Rule("*/head", product=jnp.float32)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_it_resolves_to_the_three_keys(dtype):
-    policy = jmpx.types.Rule("*/head", product="f32").resolve(jmpx.get_policy(dtype), None)
-    assert str(policy) == (
-        f"params={dtype.name},compute=float32,output=float32,matmul={ALGORITHMS[dtype.name]}"
-    )
