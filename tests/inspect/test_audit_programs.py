@@ -3,11 +3,8 @@
 import dataclasses
 import re
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from helpers import BF16, F32, zoo
@@ -104,18 +101,6 @@ def test_arguments_that_are_no_arrays_go_in_as_they_are():
     assert not jmpx.inspect.audit(loss)({"w": W}, 2, "mean", jnp.mean).is_step
 
 
-def test_a_model_may_be_joined_with_a_part_that_is_closed_over():
-    model = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 8, 1, key=jax.random.key(0))
-    params, static = eqx.partition(model, lambda leaf: hasattr(leaf, "shape"))
-
-    def loss(params, x):
-        return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
-
-    scopes = jmpx.inspect.audit(loss)(params, X).scopes
-    (path,) = (row.path for row in scopes if row.flops)
-    assert "Linear" in path  # the names that Equinox gives its layers
-
-
 def test_an_error_of_the_function_is_seen():
     def loss(params, x):
         raise ZeroDivisionError("planted")
@@ -135,15 +120,8 @@ def test_modules_of_nnx_stay_as_they_are(rng):
 
 
 def test_no_array_is_made():
-    huge, module = shape(2**20, 2**20), nn.Dense(2**20)
-    optimizer = optax.sgd(1e-3, momentum=0.9)
-
-    def step(params, state, x):
-        grads = jax.grad(lambda params: jnp.asarray(module.apply(params, x)).mean())(params)
-        return optimizer.update(grads, state, params)
-
-    params = jax.eval_shape(module.init, jax.random.key(0), huge)
-    assert jmpx.inspect.audit(step)(params, jax.eval_shape(optimizer.init, params), huge).is_step
+    huge = shape(2**20, 2**20)
+    assert jmpx.inspect.audit(step)({"w": huge}, huge).is_step
 
 
 # Lines and paths.
@@ -155,19 +133,12 @@ def located(x):
     return jnp.sum(z)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        jax.jit(located),
-        lambda x: jax.lax.scan(lambda carry, _: (carry + located(x), None), x[0, 0], length=2)[0],
-        lambda x: jnp.sum(jax.vmap(located)(x[None])),
-    ],
-)
-def test_places_are_lines_of_the_user(fn):
+def test_places_are_lines_of_the_user():
     with jax.numpy_dtype_promotion("standard"):
         ones = jnp.ones((3, 3), jnp.float16)
         jnp.where(ones > 0, ones, -1e9)  # JAX has traced it before, elsewhere
-        (finding,) = found(fn, shape(3, 3, dtype=jnp.float16), names=("constant-range",))
+        x = shape(3, 3, dtype=jnp.float16)
+        (finding,) = found(jax.jit(located), x, names=("constant-range",))
     assert (finding.place.line, finding.place.function) == (line_of(located), "located")
     assert finding.place.file == __file__
     assert str(finding.place).endswith(f"{line_of(located)} (located)")
