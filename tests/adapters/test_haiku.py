@@ -122,22 +122,6 @@ def multiplied(run, x, policy_map, outer=True):
     return {var.aval.dtype for eqn in products for var in eqn.invars}
 
 
-@leniently
-def assert_close(run, x, policy_map):
-    """Compares what a network returns under a map with what it returns in float32."""
-    net = network(run)
-    params, state = jax.jit(net.init)(KEY, x)
-
-    def both(params):
-        plain, _ = net.apply(params, state, KEY, x)
-        with jmpx.haiku.policies(policy_map):
-            return net.apply(params, state, KEY, x)[0], plain
-
-    results = map(jax.tree.leaves, jax.jit(both)(params))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(np.asarray(a, F32), b, atol=0.05 * (1 + np.abs(b).max()))
-
-
 def with_layer(form):
     """A network that applies its layer to an array made inside, as `form` says."""
 
@@ -181,10 +165,7 @@ FORMS = {
     ("form", "dtype"), [(form, (BF16, F16)[n % 2]) for n, form in enumerate(FORMS)]
 )
 def test_what_is_made_inside_is_multiplied_in_16_bits(form, dtype):
-    run, policy_map = with_layer(FORMS[form]), f"c={dtype.name},o=f32"
-    assert multiplied(run, X, policy_map) == {dtype}
-    if form in ("scan", "cond"):
-        assert_close(run, X, policy_map)
+    assert multiplied(with_layer(FORMS[form]), X, f"c={dtype.name},o=f32") == {dtype}
 
 
 MODULES = {
@@ -247,25 +228,12 @@ def test_a_rule_goes_before_and_a_parent_without_parameters_is_not_cast(log):
 # Recurrent cores
 
 
-class Resetting(hk.RNNCore):
-    def __init__(self, core):
-        super().__init__()
-        self.core = hk.ResetCore(core)
-
-    def initial_state(self, batch_size):
-        return self.core.initial_state(batch_size)
-
-    def __call__(self, x, state):
-        return self.core((x, jnp.zeros(x.shape[0], bool)), state)
-
-
 CORES = {
     "LSTM": lambda: hk.LSTM(3),
     "GRU": lambda: hk.GRU(3),
     "VanillaRNN": lambda: hk.VanillaRNN(3),
     "Conv1DLSTM": lambda: hk.Conv1DLSTM((3,), 2, 3),
     "IdentityCore": lambda: hk.IdentityCore(),
-    "ResetCore": lambda: Resetting(hk.LSTM(3)),
     "DeepRNN": lambda: hk.DeepRNN([hk.LSTM(3), jax.nn.relu, hk.GRU(3), hk.Linear(2)]),
     "skip": lambda: hk.deep_rnn_with_skip_connections([hk.LSTM(3), hk.VanillaRNN(3)]),
 }
@@ -293,7 +261,7 @@ def sequence(core):
     return normal(np.random.default_rng(0), 3, 2, *shape)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unroll", range(3))
 @pytest.mark.parametrize("core", CORES)
 def test_recurrent_cores_multiply_in_16_bits_but_by_a_rule(core, unroll):

@@ -5,7 +5,6 @@ import functools
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
@@ -149,26 +148,6 @@ def test_rules_go_before_the_policies_of_classes(framework):
 
 def one_layer(m, x):
     return m.linear("head", 3)(x)
-
-
-def in_a_loop(m, x, is_made):
-    layer = m.linear("cell", 4)
-    layer(x)  # makes the parameters
-    first = jnp.ones(x.shape, F32) if is_made else x * 1
-    return jax.lax.scan(lambda h, _: (layer(h), None), first, None, length=2)[0]
-
-
-@pytest.mark.parametrize(
-    ("is_made", "rule", "mend"),
-    [(True, "c=f16", "c=f16,o=f32"), (False, "c=bf16,o=f32", "c=bf16,o=bf16")],
-)
-@FRAMEWORKS
-def test_a_rule_mends_a_users_own_loop(framework, is_made, rule, mend):
-    found = build(framework, functools.partial(in_a_loop, is_made=is_made))
-    policy_map = found.words(f"c=bf16; <Linear>: {rule}")
-    with pytest.raises(TypeError, match="equal types"):
-        jax.eval_shape(found.under(policy_map), found.model, X)
-    jax.eval_shape(found.under(found.words(f"{policy_map}; <Linear>: {mend}")), found.model, X)
 
 
 @pytest.mark.parametrize("framework", CONTEXTS)
