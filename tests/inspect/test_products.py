@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -82,18 +83,17 @@ def convolved(x, w, **options):
     return lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
 
 
-ONES, IMAGE, KERNEL = (1, 1), (2, 9, 7, 6), (3, 3, 6, 4)
+IMAGE, KERNEL = (2, 9, 7, 6), (3, 3, 6, 4)
 CONVOLUTIONS = {
-    "same": (IMAGE, KERNEL, {"window_strides": ONES, "padding": "SAME"}),
     "strides": (IMAGE, (3, 2, 6, 4), {"window_strides": (2, 3), "padding": "VALID"}),
     "cut": (IMAGE, KERNEL, {"window_strides": (1, 2), "padding": [(-1, 2), (0, -2)]}),
     "input with holes": (
         *((2, 5, 4, 6), KERNEL),
-        {"window_strides": ONES, "padding": [(2, 1), (0, 3)], "lhs_dilation": (2, 3)},
+        {"window_strides": (1, 1), "padding": [(2, 1), (0, 3)], "lhs_dilation": (2, 3)},
     ),
     "kernel with holes": (
         *((2, 9, 8, 6), (3, 2, 6, 4)),
-        {"window_strides": ONES, "padding": "VALID", "rhs_dilation": (2, 3)},
+        {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 3)},
     ),
     "groups": (
         *(IMAGE, (3, 3, 2, 12)),
@@ -106,7 +106,6 @@ PRODUCTS = {
 } | {
     "batched": (lambda x, y: jnp.einsum("bqd,bkd->bqk", x, y), f32(3, 5, 7), f32(3, 4, 7)),
     "two axes": (lambda x, y: jnp.tensordot(x, y, 2), f32(3, 5, 7), f32(5, 7, 4)),
-    "vectors": (jnp.vdot, f32(9), f32(9)),
 }
 
 
@@ -184,9 +183,6 @@ def test_text_has_shares_by_dtypes_then_the_largest_products_and_json_every_fiel
     for row, one in zip(found["products"], report.products, strict=True):
         assert {*row} == {*one._fields, "flops"} and row["operands"] == [*one.operands]
         assert one.place is not None and row["place"]["line"] == one.place.line
-
-
-def test_what_has_no_products_says_so():
     report = read(lambda x: x + 1, f32(4))
     assert str(report) == "jit__lambda on 1 device: no products" and report.counts() == {}
 
@@ -210,3 +206,66 @@ def test_steps_of_equinox_and_nnx_are_read():
         found = [one for one in jmpx.inspect.collectives(step).collectives if one.bytes == 256]
         kinds = [(one.kind, one.is_backward, len(one.results)) for one in found]
         assert kinds == [("all-reduce", True, 1)]
+
+
+# What compilers for GPUs and TPUs wrote, read by `products` and by `collectives`.
+
+FOLDER = Path(__file__).parent
+GPU = (FOLDER / "gpu.hlo").read_text()
+TAPS = (8 * 3 - 1) ** 2  # the first of each row and column meets one line of padding
+SCORES = 2 * 4 * 128 * 2 * 64 * 256
+
+
+def test_products_of_cublas_cudnn_and_triton_are_read():
+    found = jmpx.inspect.products(GPU).products
+    half = "f16 x f16 -> f16"
+    assert [(one.kernel, one.kind, one.dtypes, one.flops) for one in found] == [
+        ("__triton_gemm", "dot", "bf16 x bf16 -> f32", 2 * 2 * 8 * 64 * 32),
+        ("__cublas$lt$matmul$f8", "dot", "f8e4m3fn x f8e5m2 -> bf16", 2 * 16 * 32 * 8),
+        ("__cublas$gemm", "dot", "f32 x f32 -> f32, highest", 2 * 2 * 64 * 32 * 32),
+        ("__cudnn$fmhaSoftmax", "attention", half, 2 * SCORES),
+        ("__cudnn$fmhaSoftmaxBackward", "attention", half, 5 * SCORES),
+        ("__cudnn$convForward", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+        ("__cudnn$convBackwardInput", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+        ("__cudnn$convBackwardFilter", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+    ]
+    assert found[0].parameters == ("params['a']", "params['b']")
+    assert found[0].scope == "jit(step)/net/dot_general" and found[0].results == ("output 0",)
+    assert found[0].place is not None and found[0].place[:2] == ("/home/me/net.py", 7)
+
+
+def test_kernels_that_cannot_be_read_are_told():
+    hlo = GPU.replace("__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
+    hlo = hlo.replace("__cudnn$convForward", "__gpu$xla.gpu.triton")
+    report = jmpx.inspect.products(hlo)
+    assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
+    told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
+    assert len(report.products) == 6 and report.notes[0].startswith(told)
+
+
+def test_a_product_of_a_tpu_counts_no_holes():
+    """A batched product of a TPU is a convolution whose kernel meets one part of its input."""
+    (one,) = jmpx.inspect.products((FOLDER / "tpu_product.hlo").read_text()).products
+    assert one.dtypes == "bf16 x bf16 -> bf16" and one.flops == 3 * 2 * 16 * 32 * 8
+
+
+TPU = (FOLDER / "tpu.hlo").read_text()
+
+
+def test_what_the_compiler_of_tpus_writes():
+    # One gather in the fusions that overlap with it, a reduce-scatter as an all-reduce and a
+    # slice, asynchronous collectives, and several arrays in one collective.
+    found = jmpx.inspect.collectives(TPU).collectives
+    assert sorted((*one[:4], one.results) for one in found) == [
+        ("all-gather", "bf16", 256, 8, ()),
+        ("all-gather", "f32", 32, 4, ()),
+        ("all-reduce", "f32", 4, 8, ()),
+        ("all-reduce", "f32", 256, 8, ()),
+        ("all-reduce", "pred", 1, 8, ()),
+        ("collective-permute", "f32", 16, 8, ()),
+        ("reduce-scatter", "f32", 512, 4, ("output 0",)),
+    ]
+    assert [one.dtype for one in found if one.is_scalar] == ["pred", "f32"]
+    assert {(one.times, one.in_while, one.in_branch, one.parameter) for one in found} == {
+        (1, False, False, "")
+    }
