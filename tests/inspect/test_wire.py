@@ -151,12 +151,12 @@ UNCOUNTED = {
 }
 
 
-@pytest.mark.parametrize("holds", UNCOUNTED.values(), ids=UNCOUNTED)
-def test_a_loop_whose_trips_are_unknown_counts_one_and_is_marked(holds):
-    program = looped(holds, 0)
-    for found in readings(program)[:2]:
-        assert [(one.times, one.in_while) for one in found] == [(1, True)]
-    assert "1+" in str(look(program)) and "of unknown length" in str(look(program))
+def test_a_loop_whose_trips_are_unknown_counts_one_and_is_marked():
+    for holds in UNCOUNTED.values():
+        for found in readings(looped(holds, 0))[:2]:
+            assert [(one.times, one.in_while) for one in found] == [(1, True)]
+    text = str(look(looped(holds, 0)))
+    assert "1+" in text and "of unknown length" in text
 
 
 def test_all_branches_of_a_conditional_count_and_are_marked():
@@ -183,13 +183,12 @@ custom.defvjp(lambda x: (bf16(x), None), lambda _, g: (g.astype(jnp.float32),))
 # What is gathered, of two parameters `w`, of shape (3, 16, 8) on a device, and `v`, of (16, 8).
 COPIES = {
     "as it is": lambda w, v: w,
-    "converted": lambda w, v: bf16(w),
     "sliced": lambda w, v: w[1],
     "transposed": lambda w, v: bf16(w).T,
     "reshaped": lambda w, v: w.reshape(48, 8),
     "scaled by a constant": lambda w, v: (w * 4).astype(jnp.float16),
     "masked": lambda w, v: jnp.where(jnp.arange(8) < 4, w, 0),
-    "in a jitted function": lambda w, v: jax.jit(bf16)(w),
+    "in a jitted function": lambda w, v: jax.jit(bf16)(w),  # converted, too
     "with a custom derivative": lambda w, v: custom(w),
     "behind a barrier": lambda w, v: lax.optimization_barrier((w, v))[0],
     "copied into zeros": lambda w, v: lax.dynamic_update_index_in_dim(w * 0, w[0], 0, 0),
@@ -250,7 +249,7 @@ def test_parameters_are_named_also_if_others_are_unused():
 
 MODEL = {"layers": f32(3, 16, 16), "head": f32(16, 24)}
 SPECS = {"layers": P(None, "data"), "head": ROWS}
-BITS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+BITS = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def step_of(gather, dtype=jnp.float32):
@@ -287,7 +286,7 @@ def under_jit(mesh=MESH):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_lowered_step_has_the_dtypes_of_the_program(dtype):
+def test_a_lowered_step_has_the_dtypes_of_the_program_which_a_cpu_widens(dtype):
     wire = look(by_hand(dtype))
     bits, size = BITS[dtype], np.dtype(dtype).itemsize
     layer, head = 16 * 16 * size, 16 * 24 * size
@@ -305,10 +304,6 @@ def test_a_lowered_step_has_the_dtypes_of_the_program(dtype):
     assert note.startswith("Outside of shard_map, XLA may insert more")
     functions = {one.place and one.place.function for one in wire.collectives}
     assert functions == ({"gathered", "step"} if HAS_FRAMES else {""})
-
-
-@pytest.mark.parametrize("dtype", BITS)
-def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(dtype):
     wire = look(by_hand(dtype).compile())
     assert wire.platform == "cpu"
     widened = {one.dtype for one in wire.collectives if not one.is_scalar}
@@ -447,26 +442,7 @@ def test_layers_whose_names_differ_in_numbers_have_one_row():
     assert table[0].startswith("672 B") and len(wire.collectives) == 7
 
 
-@needs_frames
-def test_the_place_of_a_gather_of_jmpx_is_the_users():
-    def loss_fn(params, x):
-        whole = jmpx.distributed.gather(params, "data", "c=bf16")  # this line
-        return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
-
-    def step(params, x):
-        over = jmpx.Over("data", sharded={"w": True})
-        options = {"policy": "c=bf16,r=f32", "over": over, "uncast": 0}
-        return jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), **options)(params, x).grads
-
-    wire = look(mapped(step).lower({"w": f32(64, 4)}, f32(64, 64)))
-    line = loss_fn.__code__.co_firstlineno + 1
-    found = {(one.kind, one.dtype): str(one.place) for one in wire.collectives if not one.is_scalar}
-    where = f"tests/inspect/test_wire.py:{line} (loss_fn)"
-    assert found[("all-gather", "bf16")].endswith(where)
-    assert found[("reduce-scatter", "f32")].endswith(where)
-
-
-def test_the_text_has_shares_and_json_every_field():
+def test_json_has_every_field():
     wire = look(by_hand("bfloat16"))
     found = json.loads(wire.to_json())
     assert (found["program"], found["devices"], found["platform"]) == ("jit_step", 8, None)
@@ -475,13 +451,6 @@ def test_the_text_has_shares_and_json_every_field():
         fields = {name: value for name, value in one._asdict().items() if name != "place"}
         assert {**row, "results": tuple(row["results"])}.items() >= fields.items()
         assert row["sent"] == one.sent
-    text = str(wire)
-    rows = [line.split() for line in text.splitlines()[3:5]]
-    assert [row[:2] for row in rows] == [["50.0", "%"], ["50.0", "%"]]
-    kinds = {tuple(row[-3:]) for row in rows}
-    assert kinds == {("all-gather", "bf16", "2"), ("reduce-scatter", "bf16", "2")}
-    assert "1 collective of single numbers, such as a loss or a flag: 7 B" in text
-    assert "grad -> result[0]['head']" in text and "params['head']" in text
 
 
 @needs_frames
