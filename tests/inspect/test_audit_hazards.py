@@ -4,10 +4,8 @@ Each is found once, on its line, with a rule that mends it; what is alike and no
 """
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import BF16, F16, F32
 from helpers.findings_of import found, line_of, shape
@@ -17,7 +15,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jmpx
 import jmpx.flax
-import jmpx.haiku
 
 pytestmark = pytest.mark.versions
 NAMES = ("low-exp", "low-sum", "low-carry", "low-collective")
@@ -127,7 +124,11 @@ def all_plants(x):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
-    findings = hazards(*_planted(framework, "c=bf16,o=f32"))
+    def hazards_under(policy):
+        loss, args = planted(framework, all_plants, policy, rows=MANY)
+        return hazards(loss, *args)
+
+    findings = hazards_under("c=bf16,o=f32")
     expected = [(*PLANTS[plant], line_of(plant)) for plant in PLANTS]
     seen = [(each.name, each.severity, each.place.line) for each in findings]
     assert sorted(seen) == sorted(expected)
@@ -137,12 +138,7 @@ def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
     assert all(each.scope.endswith("plant") for each in findings)
     (rule,) = {each.rule for each in findings}
     assert rule == "*/plant: full"
-    assert not hazards(*_planted(framework, f"c=bf16,o=f32; {rule}"))
-
-
-def _planted(framework, policy):
-    loss, args = planted(framework, all_plants, policy, rows=MANY)
-    return loss, *args
+    assert not hazards_under(f"c=bf16,o=f32; {rule}")
 
 
 # What is no hazard.
@@ -184,9 +180,19 @@ def written(x):
     return lax.fori_loop(0, len(x), write, jnp.zeros_like(x))
 
 
+def gathered(x):
+    def gather(x):
+        return lax.all_gather(x, "data", tiled=True)
+
+    specs = {"in_specs": P("data"), "out_specs": P()}
+    # The gradient of a gather is a sum.
+    return jax.shard_map(gather, mesh=mesh(), check_vma=False, **specs)(lax.stop_gradient(x))
+
+
 CLEAN = [
     activations,
     float32_sums,
+    gathered,
     lambda x: all_plants(x.astype(F32)).astype(x.dtype),
     lambda x: jax.nn.gelu(x, approximate=False),  # its derivative is an exponential
     lambda x: jax.nn.softmax(x.astype(F32)).astype(x.dtype),
@@ -227,11 +233,9 @@ def test_what_is_no_hazard_is_not_found(dtype):
 
 
 WAYS = {
-    "jit": jax.jit(gate),
     "vmap": jax.vmap(gate),
     "checkpoint": jax.checkpoint(gate),
     "scan": lambda x: lax.scan(lambda c, _: (gate(c), None), x, None, 3)[0],
-    "map": lambda x: lax.map(gate, x),
     "cond": lambda x: lax.cond(x[0, 0] > 0, gate, jnp.negative, x),
     "while": lambda x: x * lax.while_loop(lambda c: c[0, 0] < 2, gate, lax.stop_gradient(x)),
     "linearize": lambda x: jax.jvp(gate, (x,), (x,))[1],
@@ -278,27 +282,22 @@ def softplus(x):
 def test_an_exponential_of_numbers_up_to_0_is_less_severe(dtype, naive):
     layers = {softmax_by_reciprocal: "low", distances: "low", online: "low", softplus: naive}
     findings = hazards_of(lambda x: sum(layer(x).mean() for layer in layers), 8, 4, dtype=dtype)
-    seen = {(each.severity, each.place.line) for each in findings}
-    assert seen == {(severity, line_of(layer)) for layer, severity in layers.items()}
-    assert len(findings) == len(layers)
+    expected = [(severity, line_of(layer)) for layer, severity in layers.items()]
+    assert sorted((each.severity, each.place.line) for each in findings) == sorted(expected)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_what_the_messages_of_exponentials_say_is_measured(dtype, rng):
-    (finding,) = hazards_of(gate, 3, dtype=dtype)
-    stated = float(finding.message.partition("up to ")[2].partition("%")[0]) / 100
-    numbers = rng.uniform(8, 9, size=1000)
-    exact = np.exp(numbers)
-    low = np.exp(np.asarray(jnp.asarray(numbers, F32).astype(dtype), np.float64))
-    assert stated / 2 < (np.abs(low - exact) / exact).max() < stated * 1.05
-    assert finding.severity == ("high" if dtype == F16 else "medium")
-    if dtype == F16:
-        limit = float(finding.message.partition("beyond ")[2].partition(",")[0])
-        assert jnp.isfinite(jnp.exp(F16.type(limit - 0.01)))
-        assert jnp.isinf(jnp.exp(F16.type(limit + 0.01)))
-    (finding,) = hazards_of(lambda x: x**3.3, 4, 3, dtype=dtype)
-    assert ("overflows beyond 65504" in finding.message) == (dtype == F16)
-    assert ("loses digits" in finding.message) == (dtype == BF16)
+@pytest.mark.parametrize(
+    "layer, dtype, severity, says",
+    [
+        (gate, BF16, "medium", "overflows beyond 88.72, and is off by up to 3.1% near 8"),
+        (gate, F16, "high", "overflows beyond 11.09, and is off by up to 0.4% near 8"),
+        (power, BF16, "medium", "loses digits"),
+        (power, F16, "high", "overflows beyond 65504"),
+    ],
+)
+def test_what_the_messages_of_exponentials_say(layer, dtype, severity, says):
+    (finding,) = hazards_of(layer, 4, 3, dtype=dtype)
+    assert finding.severity == severity and says in finding.message
 
 
 def test_autocast_leaves_no_exponential_but_those_that_a_rule_asks_for():
@@ -317,11 +316,8 @@ def test_autocast_leaves_no_exponential_but_those_that_a_rule_asks_for():
 
 
 @pytest.mark.parametrize("dtype, limit", [(BF16, 256), (F16, 2048)])
-def test_a_sum_stops_where_the_messages_say(dtype, limit, rng):
-    term = dtype.type(2.0 ** int(rng.integers(-8, 4)))
-    terms = jnp.full(limit + 50, term, dtype)
-    sums = lax.scan(lambda s, t: (s + t, s + t), jnp.zeros((), dtype), terms)[1]
-    assert sums[limit - 2] == (limit - 1) * term and (sums[limit - 1 :] == limit * term).all()
+def test_a_sum_stops_where_the_messages_say(dtype, limit):
+    assert dtype.type(limit) + dtype.type(1) == limit
     for trips, severity in ((limit + 1, "high"), (limit, "medium"), (limit // 16, "low")):
 
         def by_loop(w, trips=trips):
@@ -342,7 +338,6 @@ def test_a_sum_stops_where_the_messages_say(dtype, limit, rng):
 
     (finding,) = hazards_of(scattered_sum, limit + 9, dtype=dtype)
     assert finding.severity == "high" and f"only to {limit}: " in finding.message
-    assert scattered_sum(jnp.ones(limit + 9, dtype)) == limit
 
 
 def test_a_while_loop_is_found():
@@ -358,11 +353,9 @@ def test_a_while_loop_is_found():
     assert finding.severity == "high" and "unknown" in finding.message
 
 
-@pytest.mark.parametrize("cell_casts", [False, True])
-def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time(cell_casts):
-    def loss(w, x):
-        if not cell_casts:
-            w = w.astype(BF16)
+def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time():
+    def loss(w, x, cast_in_cell):
+        w = w if cast_in_cell else w.astype(BF16)
 
         def cell(h, row):
             return jnp.tanh(h @ w.astype(BF16) + row), None
@@ -371,18 +364,14 @@ def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time(cell_casts):
         return jnp.mean(h.astype(F32))
 
     w, x = shape(4, 4), shape(MANY, 2, 4, dtype=BF16)
-    findings = hazards(loss, w, x)
-    if cell_casts:
-        assert not findings
-    else:
-        (finding,) = findings
-        assert (finding.name, finding.place.line) == ("low-carry", line_of(loss))
-        assert "gradient" in finding.message
-        assert not hazards(loss, w, shape(100, 2, 4, dtype=BF16))
+    (finding,) = hazards(loss, w, x, False)
+    assert (finding.name, finding.place.line) == ("low-carry", line_of(loss))
+    assert "gradient" in finding.message
+    assert not hazards(loss, w, shape(100, 2, 4, dtype=BF16), False)
+    assert not hazards(loss, w, x, True)
 
 
-@pytest.mark.parametrize("length, severity", [(9, "low"), (300, "high")])
-def test_micro_batches_in_16_bits_are_found(length, severity):
+def test_micro_batches_in_16_bits_are_found():
     """Beside the gradients, a loop hands on what they depend on, such as the state of a model."""
 
     def step(w, x):
@@ -393,37 +382,12 @@ def test_micro_batches_in_16_bits_are_found(length, severity):
 
         return lax.scan(body, (jnp.zeros_like(w), jnp.zeros((), w.dtype)), x)[0]
 
-    (finding,) = hazards(step, shape(4, 2, dtype=BF16), shape(length, 3, 4, dtype=BF16))
-    assert (finding.name, finding.place.line) == ("low-carry", line_of(step))
-    assert finding.severity == severity
-
-
-def test_the_gradient_of_an_embedding_is_a_long_sum():
-    """Each token adds to one row of the table, one after the other."""
-
-    def loss(table, tokens):
-        return jnp.mean(table.astype(BF16)[tokens].astype(F32) ** 2)  # <-
-
-    (finding,) = hazards(loss, shape(5, 4), shape(MANY, dtype="int32"))
-    assert (finding.name, finding.severity) == ("low-sum", "medium")  # tokens may differ
-    assert finding.place.line == line_of(loss)
-    assert not hazards(loss, shape(5, 4), shape(100, dtype="int32"))
+    (finding,) = hazards(step, shape(4, 2, dtype=BF16), shape(9, 3, 4, dtype=BF16))
+    assert (finding.name, finding.severity) == ("low-carry", "low")
+    assert finding.place.line == line_of(step)
 
 
 # Sums over devices.
-
-
-def test_a_collective_in_16_bits_is_found_with_its_axis():
-    def summed(dtype):
-        def local(x):
-            return lax.psum(x.astype(dtype), "data").astype(F32)
-
-        return jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P())
-
-    (finding,) = hazards_of(summed(BF16), 4, 3, dtype=F32)
-    assert finding.name == "low-collective" and "'data'" in finding.message
-    assert finding.rule.startswith("r=f32")
-    assert not hazards_of(summed(F32), 4, 3, dtype=F32)
 
 
 def test_the_rule_for_a_collective_mends_it():
@@ -444,7 +408,7 @@ def test_the_rule_for_a_collective_mends_it():
         return hazards(step, shape(3, 2), shape(4, 3))
 
     (finding,) = found_in_step("c=bf16,o=f32,r=bf16")
-    assert finding.name == "low-collective"
+    assert finding.name == "low-collective" and "'data'" in finding.message
     assert not found_in_step(f"c=bf16,o=f32,{finding.rule.partition(' ')[0]}")
 
 
@@ -457,34 +421,11 @@ def test_a_sum_over_a_mapped_axis_is_a_sum():
     assert not hazards_of(total, 4, 2)
 
 
-def test_a_gather_in_16_bits_is_no_finding():
-    def local(x):
-        return lax.all_gather(x.astype(BF16), "data", tiled=True).astype(F32)
-
-    fn = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=False)
-    assert not hazards(fn, shape(4, 3))
-
-
 # Layers of the frameworks.
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_the_batch_norm_of_haiku_in_16_bits_is_found_and_mended():
-    net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))  # <-
-    params, state = jax.eval_shape(net.init, jax.random.key(0), shape(8, 4))
-
-    def loss(params, state, x, policy):
-        with jmpx.haiku.policies(policy):
-            out, state = net.apply(params, state, None, x)
-        return jnp.mean(out), state
-
-    (finding,) = hazards(loss, params, state, shape(8, 4), "c=bf16,o=f32")
-    assert finding.place.function == "<lambda>"
-    assert finding.rule == "x.astype(jnp.float32) before rsqrt"  # the norm is the outermost module
-    assert not hazards(loss, params, state, shape(8, 4), "c=bf16,o=f32; BatchNorm: full")
-
-
 def test_the_embedding_of_linen_in_16_bits_is_found_and_mended():
+    """Each token adds to one row of the gradient of the table, one after the other."""
     net, tokens = nn.Embed(5, 4), shape(MANY, dtype="int32")
     params = jax.eval_shape(net.init, jax.random.key(0), tokens)
 
@@ -493,6 +434,7 @@ def test_the_embedding_of_linen_in_16_bits_is_found_and_mended():
             return jnp.mean(jnp.square(jnp.asarray(net.apply(params, tokens))))  # <-
 
     (finding,) = hazards(loss, params, tokens, "c=bf16,o=f32")
-    assert (finding.name, finding.place.line) == ("low-sum", line_of(loss))
-    assert finding.rule == "Embed: full"
+    assert (finding.name, finding.severity) == ("low-sum", "medium")  # tokens may differ
+    assert (finding.place.line, finding.rule) == (line_of(loss), "Embed: full")
+    assert not hazards(loss, params, shape(100, dtype="int32"), "c=bf16,o=f32")
     assert not hazards(loss, params, tokens, f"c=bf16,o=f32; {finding.rule}")
