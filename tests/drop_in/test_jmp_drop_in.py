@@ -44,44 +44,6 @@ def test_haiku_runs_with_jmpx_in_jmps_place():
     assert result.stdout == f"float32 {{'float32'}} {policy} True\n"
 
 
-def test_the_readme_example_of_jmp_runs(rng):
-    # jmp#47: a float16 scale raised a TypeError in its own README's loop.
-    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    half = jmp.half_dtype()
-    loss_scale = jmp.DynamicLossScale(half(2**15))
-    params = {"w": jnp.asarray(rng.normal(size=(3, 1)), policy.param_dtype)}
-
-    def loss_fn(params, loss_scale, x, y):
-        params, x = policy.cast_to_compute((params, x))
-        prediction = policy.cast_to_output(x @ params["w"])
-        return loss_scale.scale(jnp.mean((prediction - y) ** 2))
-
-    @jax.jit
-    def step(params, loss_scale, x, y):
-        grads = jax.grad(loss_fn)(params, loss_scale, x, y)
-        grads = policy.cast_to_param(grads)
-        grads = loss_scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        loss_scale = loss_scale.adjust(finite)
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return jmp.select_tree(finite, new, params), loss_scale
-
-    x = rng.normal(size=(32, 3)).astype(np.float32)
-    true = rng.normal(size=(3, 1)).astype(np.float32)
-    for _ in range(60):
-        params, loss_scale = step(params, loss_scale, x, x @ true)
-    np.testing.assert_allclose(params["w"], true, atol=1e-2)
-    assert loss_scale.loss_scale.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("dtype", [np.float16, jnp.float16, jnp.bfloat16, np.float32, jnp.float32])
-def test_casts_of_numpy_and_jax_arrays(dtype):
-    policy = jmp.Policy(dtype, dtype, dtype)
-    assert policy.param_dtype == dtype
-    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
-        assert all(cast({"a": np_.ones([])})["a"].dtype == dtype for np_ in (np, jnp))
-
-
 def test_scales_of_3_and_selection_of_none():
     for loss_scale in (jmp.StaticLossScale(3), jmp.DynamicLossScale(3.0)):
         assert loss_scale.scale({"a": jnp.array(1.0)}) == {"a": 3}

@@ -6,7 +6,6 @@
 import copy
 import io
 import itertools
-import textwrap
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,6 @@ import optax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from helpers import run_python
 
 import jmpx
 import jmpx.flags
@@ -38,9 +36,13 @@ def test_prefix_and_default_policy():
     student = jmpx.flags.define_mp_flags("student", flag_values=values)
     dtype = np.dtype("bfloat16")
     teacher = jmpx.flags.define_mp_flags("teacher", default_policy=dtype, flag_values=values)
-    values(["program", "--student_policy=f16"])
+    values(["program", "--student_policy=f16", "--student_max_skips=1"])
     assert student.policy == jmpx.get_policy("f16")
     assert teacher.policy == jmpx.get_policy("bf16")
+    state = jmpx.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2))
+    state = state._replace(consecutive_skipped=jnp.int32(2))
+    with pytest.raises(FloatingPointError, match="more than max_consecutive=1, with"):
+        student.check_progress(state, jmpx.NoOpLossScale())
     with pytest.raises(flags.DuplicateFlagError):
         jmpx.flags.define_mp_flags("student", flag_values=values)
 
@@ -85,7 +87,6 @@ def test_flagsaver_in_its_other_forms(saved):
 BAD = [
     ("policy", "c=bf61", "Unknown dtype 'bf61' at position 2 of policy"),
     ("policy", "", "Empty rule at position 0"),
-    ("policy", 16, "--saved_policy=16: Expected a policy map string"),
     ("policy", None, "must have a value"),
     ("loss_scale", "", "Missing kind at position 0"),
     ("loss_scale", "dynamic,init=1+1", "got '1+1' at position 13"),
@@ -93,13 +94,10 @@ BAD = [
     ("scale_type", "sometimes", "one of <auto|NoOp|Static|Dynamic>"),
     ("scale_type", None, "must have a value"),
     ("scale_value", "-1", "not a non-negative number"),
-    ("scale_value", "many", "scale_value"),
     ("scale_value", "1e39", "Expected 'init' to be a number between 0"),
     ("skip_nonfinite", "perhaps", "skip_nonfinite=perhaps"),
     ("max_skips", None, "must have a value"),
-    ("max_skips", -1, "not an integer in the range"),
     ("max_skips", "2147483648", "not an integer in the range"),
-    ("max_skips", "often", "max_skips"),
 ]
 
 
@@ -268,16 +266,6 @@ def test_how_many_steps_in_a_row_may_be_skipped(define, arguments, limit):
         mp.check_progress((), scaling)
 
 
-def test_a_limit_has_the_prefix():
-    values = flags.FlagValues()
-    student = jmpx.flags.define_mp_flags("student", flag_values=values)
-    values(["program", "--student_max_skips=1"])
-    state = jmpx.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2))
-    state = state._replace(consecutive_skipped=jnp.int32(2))
-    with pytest.raises(FloatingPointError, match="more than max_consecutive=1, with"):
-        student.check_progress(state, jmpx.NoOpLossScale())
-
-
 # JMPX_POLICY
 
 
@@ -306,31 +294,3 @@ def test_empty_variables_are_unset(define, monkeypatch):
         monkeypatch.setenv(name, text)
         mp, _ = define(default_policy="16-mixed")
         assert mp.policy == MIXED and mp.loss_scale() == Dynamic()
-
-
-PROGRAM = """
-    import sys
-    from absl import app, flags
-    import jmpx.flags
-
-    MP = jmpx.flags.define_mp_flags(default_policy="f32")
-
-    def main(_):
-        print(MP.policy_map, "|", MP.loss_scale())
-
-    app.run(main)
-"""
-
-
-@pytest.mark.thorough
-def test_a_program_that_nobody_edits(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(textwrap.dedent(PROGRAM))
-    variables = {"JMPX_POLICY": "c=f16,o=f32", "JMPX_LOSS_SCALE": "auto, init=2**10"}
-    result = run_python(str(program), **variables)
-    mixed = "params=float32,compute=float16,output=float32"
-    assert result.stdout == f"{mixed} | dynamic,init=1024\n", result.stderr
-    result = run_python(str(program), JMPX_POLICY="c=f17")
-    assert result.returncode == 1 and result.stdout == ""
-    message = "environment variable JMPX_POLICY=c=f17: Unknown dtype 'f17' at position 2"
-    assert message in " ".join(result.stderr.splitlines()[-1].split())

@@ -1,12 +1,14 @@
-"""A small loss with its parameters, loss scales of each kind, and the gradients by hand."""
+"""A small loss, loss scales of each kind, gradients by hand and in float64, groups of examples."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
-from helpers import normal
+from helpers import enable_x64, normal
 
 LOSS_SCALES = {
     "NoOp": jmpx.NoOpLossScale,
@@ -39,3 +41,27 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 def value(loss_scale):
     return float(loss_scale.loss_scale)
+
+
+EXAMPLES = 24
+
+
+def make_mesh(*sizes, names=("data", "model"), axis_type=AxisType.Auto):
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, names[: len(sizes)], axis_types=(axis_type,) * len(sizes))
+
+
+def over(devices):
+    return NamedSharding(make_mesh(devices), P("data"))
+
+
+def in_float64(params, *args, loss=loss_fn):
+    with enable_x64():
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, *args))
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(*wide))
+
+
+def assert_near(result, reference, tolerance=2e-6):
+    np.testing.assert_allclose(result.value, reference[0], rtol=tolerance)
+    for got, expected in zip(*map(jax.tree.leaves, (result.grads, reference[1])), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance / 10)

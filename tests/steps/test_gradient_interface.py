@@ -8,11 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, normal
-from helpers.maps import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import jmpx
@@ -152,26 +150,3 @@ def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng
     assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, result)
     assert_same_bits(pickle.loads(pickle.dumps(result)), result)
     assert_same_bits(jax.tree.map(lambda leaf: leaf, result), result)
-
-
-def test_a_prefix_of_one_is_made_by_its_class(rng):
-    params, x = make_problem(rng)
-    scaling, options = jmpx.DynamicLossScale(2.0**10), {"policy": "full", "over": jmpx.Over(AXIS)}
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, **options)
-    specs = ValueAndGradients(P(), P(), P(), {"w": P()})  # pyright: ignore[reportArgumentType]
-    mapped = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=specs)
-    axes = ValueAndGradients(None, None, None, {"w": None})  # pyright: ignore[reportArgumentType]
-    stacked = jax.vmap(grad_fn, in_axes=(None, 0), out_axes=axes, axis_name=AXIS)
-    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
-    for run, batch in ((mapped, x), (stacked, x[:, None])):
-        result = jax.jit(run)(params, batch)
-        np.testing.assert_allclose(result.value, value, rtol=1e-6)
-        np.testing.assert_allclose(result.grads["w"], grads["w"], rtol=1e-5)
-
-
-def test_an_nnx_module_gets_an_nnx_state(rng):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    loss = lambda model, x: model(x).mean()  # noqa: E731
-    grad_fn = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16")
-    result = nnx.jit(grad_fn)(model, normal(rng, 4, 3))
-    assert type(result) is Gradients and isinstance(result.grads, nnx.State)

@@ -1,6 +1,5 @@
 """`matmul=` of a gradient function's policy: the algorithm of products, forward and backward."""
 
-import re
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 from helpers import enable_x64, normal
 from helpers.jaxprs import equations_of
 from helpers.maps import AXIS, mesh_of
+from helpers.products import products_of
 from jax.sharding import PartitionSpec as P
 
 import jmpx
@@ -45,19 +45,6 @@ def make_args(rng):
     return params, normal(rng, 3, 4)
 
 
-def products(fn, *args):
-    """The dtypes and the precision of each matrix product, from StableHLO."""
-    text = jax.jit(lambda *args: fn(*args)).lower(*args).as_text()
-    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    found = []
-    for line in lines:
-        precision = re.search(r"precision = \[(\w+), (\w+)\]", line)
-        dtype = re.search(r"\(tensor<[0-9x]+x(\w+)>", line)
-        assert dtype
-        found.append((dtype[1], set(precision.groups()) if precision else {"DEFAULT"}))
-    return found
-
-
 WORDS = {"high": "HIGH", "highest": "HIGHEST", "bfloat16": "DEFAULT", "float32": "HIGHEST"}
 
 
@@ -66,9 +53,9 @@ def test_a_word_holds_forward_and_backward(word, rng):
     compute = ("f32", "bf16", "f16")[list(WORDS).index(word) % 3]
     scaling = jmpx.DynamicLossScale() if word == "highest" else NOOP
     grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=f"c={compute},m={word}")
-    found = products(grad_fn, *make_args(rng))
-    assert len(found) >= 10 and {dtype for dtype, _ in found} == {compute}
-    assert all(precision == {WORDS[word]} for _, precision in found)
+    found = products_of(grad_fn, *make_args(rng))
+    assert len(found) >= 10
+    assert {(*product.dtypes, product.how) for product in found} == {(compute, WORDS[word])}
 
 
 @pytest.mark.parametrize("policy", ["c=f32,m=highest", "c=bf16", "m=high; Linear: full"])
@@ -85,20 +72,11 @@ def test_outside_of_the_function_nothing_changes(policy, rng):
         return before, x @ params["first"], grads["first"] @ params["first"]
 
     with jax.default_matmul_precision("high"):
-        around = products(step, params, x)
-    alone = products(step, params, x)
+        around = [product.how for product in products_of(step, params, x)]
+    alone = [product.how for product in products_of(step, params, x)]
     inside = {"c=f32,m=highest": "HIGHEST"}.get(policy)
-    of = lambda found: [next(iter(precision)) for _, precision in found]  # noqa: E731
-    assert of(around).count("HIGH") == (3 if inside else len(around))  # unset, it is untouched
-    assert of(alone).count("DEFAULT") == (3 if inside else len(alone))
-
-
-def test_a_product_with_its_own_precision_keeps_it(rng):
-    own = lambda w, x: jnp.dot(x, w, precision="high").sum()  # noqa: E731
-    found = products(
-        jmpx.filter_grad(own, NOOP, policy="c=f32,m=highest"), normal(rng, 4, 4), normal(rng, 4, 4)
-    )
-    assert found and all(precision == {"HIGH"} for _, precision in found)
+    assert around.count("HIGH") == (3 if inside else len(around))  # unset, it is untouched
+    assert alone.count("DEFAULT") == (3 if inside else len(alone))
 
 
 def test_float32_products_in_a_function_of_16_bits(rng):
@@ -108,9 +86,9 @@ def test_float32_products_in_a_function_of_16_bits(rng):
         h = jmpx.force_full_precision(jnp.matmul)(x, params["first"])
         return (h @ params["second"]).sum().astype(jnp.float32)
 
-    found = products(jmpx.filter_grad(mixed, NOOP, policy="c=bf16,m=highest"), *make_args(rng))
-    assert {dtype for dtype, _ in found} == {"f32", "bf16"}
-    assert all(precision == {"HIGHEST"} for _, precision in found)
+    grad_fn = jmpx.filter_grad(mixed, NOOP, policy="c=bf16,m=highest")
+    found = {(*product.dtypes, product.how) for product in products_of(grad_fn, *make_args(rng))}
+    assert found == {("f32", "HIGHEST"), ("bf16", "HIGHEST")}
 
 
 def dots(fn, *args):
@@ -161,5 +139,5 @@ def test_where_it_is_unset_or_unused(rng):
         {"policy": "c=f32"},
     ]
     for options in unused:
-        found = products(mpx.filter_grad(loss, NOOP, **options), *args)
-        assert found and all(precision == {"DEFAULT"} for _, precision in found)
+        found = products_of(mpx.filter_grad(loss, NOOP, **options), *args)
+        assert {product.how for product in found} == {"DEFAULT"}

@@ -1,4 +1,4 @@
-"""`jmpx.filter_value_and_grad` and `jmpx.filter_grad`, on one device and over a mapped axis."""
+"""`jmpx.filter_value_and_grad` and `jmpx.filter_grad`: values, flags, arguments."""
 
 import functools
 
@@ -9,9 +9,7 @@ import optax
 import pytest
 from helpers import F16, F32, normal
 from helpers.jaxprs import equations_of
-from helpers.maps import AXIS, DEVICES, MAPS, mapped, mesh_of
 from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_params
-from jax.sharding import PartitionSpec as P
 
 import jmpx
 import jmpx.mpx as mpx
@@ -67,26 +65,6 @@ def test_the_gradient_ratio_is_exactly_1_on_growth_and_shrink_steps(step, rng):
         assert bool(finite) == (step != "shrink")
         ratio = np.asarray(grads["w"]) / (np.asarray(x) * 2.0**-3)
         np.testing.assert_array_equal(ratio, np.ones(8))
-
-
-@pytest.mark.parametrize(
-    ("low", "powers"), [(2.0**-126, (-126, -10)), (1.0, (-10, 126, 127)), (2.0**126, (127,))]
-)
-def test_the_gradient_ratio_is_exactly_1_at_every_scale(low, powers, rng):
-    # A scale below its minimum counts as the minimum, and 2**127 counts as 2**126.
-    w = jnp.asarray(rng.integers(1, 8, size=8), F32)
-
-    @jax.jit
-    def grads_of(scaling, w, factor):
-        loss = lambda w, factor: (w**2).sum() * factor  # noqa: E731
-        return jmpx.filter_grad(loss, scaling, policy="full")(w, factor)
-
-    for power in powers:
-        factor = jnp.float32(2.0 ** -np.clip(power, -100, 100))
-        scaling = jmpx.DynamicLossScale(2.0**power, min_loss_scale=low)
-        _, finite, grads = grads_of(scaling, w, factor)
-        assert bool(finite)
-        np.testing.assert_array_equal(grads, w * (2 * factor))
 
 
 class Enlarging(jmpx.DynamicLossScale):
@@ -158,24 +136,6 @@ def test_float16_gradients_are_never_multiplied_or_divided_in_float16(dtype):
     arithmetic = [eqn for eqn in found if eqn.primitive.name in ("mul", "div")]
     assert len(arithmetic) >= 3
     assert {v.aval.dtype for eqn in arithmetic for v in eqn.invars} == {F32}
-
-
-def test_gradients_that_overflow_a_16_bit_parameter_are_not_finite():
-    # 60000 is finite in float16, 60000 / 2**-3 is not: the check comes after the last cast.
-    scaling = jmpx.DynamicLossScale(2.0**-3, min_loss_scale=2.0**-10)
-    factor, w = jnp.float16(60_000), jnp.ones(2, F16)
-    loss = lambda w: (w * factor * 8).astype(F32).sum()  # noqa: E731
-    new_scaling, finite, grads = jmpx.filter_grad(loss, scaling, policy="f16")(w)
-    assert not bool(finite) and new_scaling.loss_scale == 2.0**-4
-    assert not bool(jnp.isfinite(grads).any())
-
-
-def test_a_scale_above_float16_reaches_a_float32_loss(rng):
-    w, scaling = jnp.asarray(rng.integers(1, 8, size=4), F32), jmpx.DynamicLossScale(2.0**24)
-    loss = lambda w: (w.astype(F32) * 2.0**-14).sum()  # noqa: E731
-    _, finite, grads = jmpx.filter_grad(loss, scaling, policy="c=f16")(w)
-    assert bool(finite)
-    np.testing.assert_array_equal(grads, np.full(4, 2.0**-14))
 
 
 # Arguments
@@ -296,64 +256,3 @@ def test_a_function_without_differentiable_leaves_still_has_a_value():
     assert value == 3 and bool(finite) and grads == {"n": None}
     # A loss may be a number of Python, too.
     assert jmpx.filter_value_and_grad(lambda n: 0.5, NO_SCALE, policy="full")({})[0] == 0.5
-
-
-# Over a mapped axis
-
-
-def loss_with_offset(params, x):
-    """Its gradient in "v" is the first number of a device's part."""
-    return loss_fn(params, x) + (params["v"] * x[0, 0]).sum().astype(F32)
-
-
-@functools.cache
-def alone():
-    # Compiled, as `pmap` and `shard_map` are: the roundings that XLA leaves out are the same ones.
-    scaling = jmpx.DynamicLossScale(8.0)
-    return jax.jit(jmpx.filter_value_and_grad(loss_with_offset, scaling, policy="c=f16"))
-
-
-@pytest.mark.parametrize("how", MAPS)
-# JAX 0.10 announces the end of pmap with a DeprecationWarning.
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-def test_over_an_axis_there_is_one_mean_in_float32_and_one_decision(how, rng):
-    params, batch = make_params(rng) | {"v": jnp.ones(1)}, normal(rng, 8, 6)
-    # Integers that float16 holds, whose mean it does not: 2048 + 1 needs twelve bits.
-    batch = batch.at[::2, 0].set(jnp.array([2048.0, 1.0, 2048.0, 1.0]))
-
-    def run(params, scaling, part):
-        over = jmpx.Over(AXIS)
-        grad_fn = jmpx.filter_value_and_grad(loss_with_offset, scaling, policy="c=f16", over=over)
-        return tuple(grad_fn(params, part))
-
-    scaling = jmpx.DynamicLossScale(8.0)
-    each = mapped(run, how, (None, None, 0))
-    parts = batch.reshape(DEVICES, 2, 6)
-    result = each(params, scaling, parts)
-    for leaf in jax.tree.leaves(result):  # one for each device, all the same
-        assert leaf.shape[0] == DEVICES and (leaf == leaf[:1]).all()
-    value, _, finite, grads = jax.tree.map(lambda leaf: leaf[0], result)
-    assert bool(finite)
-    each_alone = [alone()(params, part) for part in parts]
-    np.testing.assert_allclose(value, np.mean([one.value for one in each_alone]), rtol=1e-6)
-    for name, grad in grads.items():
-        expected = np.mean([one.grads[name] for one in each_alone], axis=0)
-        assert grad.dtype == F32
-        # Each part's gradient is of float16 precision, their mean is not rounded to it.
-        np.testing.assert_allclose(grad, expected, rtol=2e-3, atol=2e-5)
-    assert grads["v"] == 1024.5
-    # All take the decision of the one that overflowed.
-    _, scaling, finite, _ = each(params, scaling, parts.at[2, 1, 2].set(jnp.inf))
-    assert not finite.any() and (scaling.loss_scale == 4).all() and not scaling.counter.any()
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_the_only_reduction_is_in_float32(vma, rng):
-    options = {"policy": "c=f16", "over": jmpx.Over(AXIS)}
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(), **options)
-    mapped = jax.shard_map(
-        grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=vma
-    )
-    found = equations_of(mapped, make_params(rng), normal(rng, 8, 6))
-    sums = [eqn for eqn in found if eqn.primitive.name.startswith("psum")]
-    assert sums and {v.aval.dtype for eqn in sums for v in eqn.invars} == {F32}

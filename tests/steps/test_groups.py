@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, normal
-from helpers.groups import EXAMPLES, assert_near, in_float64, make_mesh, over
-from helpers.training import LOSS_SCALES, loss_fn, make_params
+from helpers.training import (
+    EXAMPLES,
+    LOSS_SCALES,
+    assert_near,
+    in_float64,
+    loss_fn,
+    make_mesh,
+    make_params,
+    over,
+)  # fmt: skip
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
@@ -37,9 +45,8 @@ COPIES = {"w": P(), "b": P()}
     [
         ((4, 2), P(("data", "model")), COPIES, "Dynamic"),
         ((2, 3), P("model", None), COPIES, "Static"),
-        ((3,), P("data"), {"w": P("data"), "b": P()}, "NoOp"),
         ((3,), P("data"), {"w": P(None, "data"), "b": P("data")}, "Dynamic"),
-        ((2, 3), P("data"), {"w": P(None, "model"), "b": P("model")}, "Static"),
+        ((2, 3), P("data"), {"w": P("model"), "b": P("model")}, "NoOp"),
     ],
 )
 def test_values_against_float64(sizes, spec, shards, scale, rng):
@@ -133,14 +140,6 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(reduce, divisor, rng):
     assert (sums == sums.astype(reduce).astype(jnp.float32)).all() and (rounded != exact).any()
     np.testing.assert_allclose(rounded, exact, rtol=8 * float(jnp.finfo(reduce).eps))
     np.testing.assert_allclose(exact, np.asarray(x, np.float64).mean(0), rtol=1e-6)
-
-
-def test_a_float16_sum_overflows_only_where_the_mean_does(rng):
-    x = jnp.asarray(rng.uniform(3e4, 6e4, (8, 3)), jnp.float32)  # sums to over 2e5
-    grad_fn = summed_in("float16")
-    fine, beyond = grad_fn(jnp.ones(3), x), grad_fn(jnp.ones(3), 4 * x)
-    assert fine.grads_finite and not beyond.grads_finite
-    np.testing.assert_allclose(fine.grads, x.mean(0), rtol=8 * 2.0**-11)
 
 
 @pytest.mark.parametrize(("compute", "reduce"), [("c=f16", None), ("c=bf16", "bfloat16")])

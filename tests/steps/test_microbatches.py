@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F16, F32, enable_x64, normal
-from helpers.groups import in_float64, over
 from helpers.jaxprs import equations_of
 from helpers.loops import instructions, operations
 from helpers.maps import AXIS, mapped, mesh_of
-from helpers.training import LOSS_SCALES, loss_fn, make_params, value
+from helpers.training import LOSS_SCALES, in_float64, loss_fn, make_params, over, value
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -451,23 +450,3 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     lowered = jax.jit(run).lower(w, x)
     assert operations(lowered, in_loops=True).count("stablehlo.reduce_scatter") == 1
     assert_close(lowered.compile()(w, x), jax.jit(jax.grad(loss))(w, x))
-
-
-@pytest.mark.thorough
-def test_other_transformations_go_through(rng):
-    params, x = make_params(rng), normal(rng, 8, 6)
-    func = functools.partial(filter_grad, policy="full", batch=parts(4))
-    plain = jax.jit(jax.grad(loss_fn))(params, x)
-    assert_close(jax.jit(func(jax.checkpoint(loss_fn), NO_SCALE))(params, x).grads, plain)
-    with jax.disable_jit():
-        assert_close(func(loss_fn, NO_SCALE)(params, x).grads, plain)
-
-    def norm(grads):
-        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
-
-    second = jax.jit(jax.grad(lambda p: norm(jax.grad(loss_fn)(p, x))))(params)
-    grad_fn = jax.checkpoint(lambda p: func(loss_fn, NO_SCALE)(p, x).grads)
-    assert_close(jax.jit(jax.grad(lambda p: norm(grad_fn(p))))(params), second)
-    seeds = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
-    stacked = jax.jit(jax.vmap(lambda p: func(loss_fn, NO_SCALE)(p, x).grads))(seeds)
-    assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), plain)

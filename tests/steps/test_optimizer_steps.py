@@ -23,15 +23,8 @@ OPTIMIZERS = {
     "sgd": lambda: optax.sgd(optax.linear_schedule(0.5, 0.1, 10), momentum=0.9),
     "adam": lambda: optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-    "bf16 moment": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
-    # These widen their state at the first step.
-    "hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
-    "prodigy": optax.contrib.prodigy,
-    "dog": optax.contrib.dog,
-    "nested": lambda: optax.chain(optax.clip(1.0), optax.contrib.dog()),
+    "dog": optax.contrib.dog,  # widens its state at the first step
 }
-WIDENING = list(OPTIMIZERS)[4:]
-THOROUGH = pytest.mark.thorough
 
 
 def make_optimizer(name):
@@ -99,10 +92,6 @@ def assert_near(got, expected, factor, is_exact=False):
         ("sgd", "counting", "cond", np.inf, True),
         ("dog", "plain", None, np.inf, True),
         ("dog", "wrapped", "where", np.inf, True),
-        pytest.param("bf16 moment", "plain", "cond", np.nan, True, marks=THOROUGH),
-        pytest.param("hyperparams", "wrapped", "where", np.inf, True, marks=THOROUGH),
-        pytest.param("prodigy", "plain", "cond", np.nan, True, marks=THOROUGH),
-        pytest.param("nested", "counting", "where", np.inf, True, marks=THOROUGH),
     ],
 )
 def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, jit, rng):
@@ -112,6 +101,8 @@ def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, j
     step = run(lambda *args, step=step: step(*args, jmpx.all_finite(args[2])))
     by_hand, apply = run(plain.update), run(apply_updates)
     state, plain_state = optimizer.init(params), plain.init(params)
+    _, widened = jax.eval_shape(plain.update, params, plain_state, params)
+    assert (dtypes(widened) != dtypes(plain_state)) == (name == "dog")
     total = row = 0
     for finite in (False, True, False, False, True):
         grads = like(params, rng, None if finite else bad)
@@ -129,21 +120,9 @@ def test_they_run_as_optax_runs_them_and_skip_to_the_bit(name, way, skip, bad, j
             plain_state = jax.tree.map(lambda x, y: x.astype(y.dtype), plain_state, after)
             expected = params
             assert_same_bits((new, inner), (params, plain_state))
-        factor = 8 if name in WIDENING else 4
+        factor = 8 if name == "dog" else 4
         assert_near((new, inner), (expected, plain_state), factor, is_exact=not jit)
         params, plain_state = new, inner
-
-
-def test_these_optimizers_widen_their_state_at_the_first_step(rng):
-    params, widened = make_params(rng), set()
-    for name in WIDENING:
-        optimizer = make_optimizer(name)
-        before = optimizer.init(params)
-        _, after = jax.eval_shape(optimizer.update, params, before, params)
-        if dtypes(before) != dtypes(after):
-            widened.add(name)
-    # Not inject_hyperparams in optax 0.2.4.
-    assert widened >= {*WIDENING} - {"hyperparams"}
 
 
 @pytest.mark.parametrize("skip", ["where", "cond"])
@@ -198,7 +177,6 @@ def wrapped_by_lambdas(optimizer):
         (lambda optimizer: optimizer, "counting", "where", 4),
         (wrapped_by_lambdas, "wrapped", "cond", 1),
         (wrapped_by_lambdas, "counting", "where", 2),
-        (optax.with_extra_args_support, "counting", "cond", 2),
     ],
 )
 def test_check_progress_raises_whatever_wraps_the_optimizer(wrap, way, skip, limit, rng):
@@ -280,26 +258,6 @@ def test_updates_work_on_numpy_parameters(wrap, rng):
     np.testing.assert_allclose(new["w"], params["w"] / 2)
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_multi_steps_recovers_inside_of_skip_nonfinite_alone(rng):
-    params, inner = {"w": normal(rng, 3, 2), "b": normal(rng, 2)}, lenient(optax.sgd(0.1))
-    all_grads = [like(params, rng) for _ in range(5)]
-    all_grads[1] = jax.tree.map(lambda g: g * jnp.inf, all_grads[1])
-
-    def train(optimizer, all_grads):
-        state, new, update = optimizer.init(params), params, jax.jit(optimizer.update)
-        for grads in all_grads:
-            updates, state = update(grads, state, new)
-            new = apply_updates(new, updates)
-        return new
-
-    lost = train(optax.MultiSteps(jmpx.skip_nonfinite(inner), 2), all_grads)
-    assert_same_bits(lost, params)  # every step is skipped, for ever
-    found = train(jmpx.skip_nonfinite(optax.MultiSteps(inner, 2)), all_grads)
-    without = all_grads[:1] + all_grads[2:]
-    assert_same_bits(found, train(optax.MultiSteps(inner, 2), without))
-
-
 # cond and where
 
 
@@ -359,17 +317,6 @@ def test_steps_under_shard_map(way, skip, vma, rng):
     np.testing.assert_array_equal(own == params, ~flags)
 
 
-def test_a_flag_of_each_device_on_parameters_of_all_is_no_cond(rng):
-    # A lax.cond would call its result the same on all devices, which it is not.
-    optimizer, step = make_step("plain", "cond")
-    params, flags = normal(rng, 3), jnp.array([True, False])
-    run = lambda params, f: step(params, optimizer.init(params), params, f[0])[0][None]  # noqa: E731
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-    mapped = jax.shard_map(run, mesh=mesh_of(2), **specs)
-    assert "cond[" not in str(jax.make_jaxpr(mapped)(params, flags))
-    np.testing.assert_array_equal((jax.jit(mapped)(params, flags) == params).all(1), ~flags)
-
-
 @pytest.mark.parametrize("skip", ["cond", "where"])
 def test_a_skipped_step_keeps_subnormal_numbers(skip):
     params = {"w": jnp.array([2.0**-140, -(2.0**-149), -0.0], jnp.float32)}
@@ -427,25 +374,6 @@ def test_a_view_that_reaches_an_optimizer_is_told(rng):
         return jmpx.optimizer_update(model, counting, state, grads, finite)
 
     step(model, state, normal(rng, 4, 2))
-
-
-@pytest.mark.parametrize("model", [{"w": np.ones(2, np.float32), "f": None}, [np.ones(2)]])
-def test_swapped_arguments_are_a_sentence(model):
-    optimizer = optax.sgd(0.1, 0.9)
-    state = optimizer.init(model)
-    right = [model, optimizer, state, model, True]
-    jmpx.optimizer_update(*right[:4], True)
-    order = r"the arguments are \(model, optimizer, optimizer_state, grads, grads_finite\)\.$"
-    for a in range(5):
-        for b in range(a):
-            if (b, a) == (0, 3):
-                continue  # of one structure: nothing tells them apart
-            swapped = list(right)
-            swapped[a], swapped[b] = right[b], right[a]
-            flag = "Expected grads_finite to be a scalar bool, got a tuple: "
-            with pytest.raises(TypeError, match=flag if (b, a) == (2, 4) else order) as error:
-                jmpx.optimizer_update(*swapped)
-            assert "\n" not in str(error.value), (a, b)
 
 
 HIDING = {

@@ -8,7 +8,6 @@ import math
 import re
 import socket
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import jmp
@@ -16,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import finish, lenient, normal, start_python
+from helpers import finish, normal, start_python
 from helpers.maps import AXIS, mesh_of
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -112,18 +111,10 @@ def nnx_optimizer(count):
     return optimizer
 
 
-def labeled(count):
-    groups = {"a": jmpx.skip_nonfinite(optax.sgd(0.1)), "b": optax.adam(0.1)}
-    state = optax.multi_transform(groups, {"x": "a", "y": "b"}).init({"x": 1.0, "y": 2.0})
-    counts = {"total_skipped": jnp.int32(count), "consecutive_skipped": jnp.int32(count)}
-    return optax.tree_utils.tree_set(state, **counts)
-
-
 after = state_after
 STATES = {  # each after so many steps that were skipped
     "alone": after,
     "chain": lambda n: (optax.EmptyState(), (after(n), optax.EmptyState())),
-    "of groups": labeled,
     "several": lambda n: {"encoder": after(0), "decoder": [after(n), after(n - 1)]},
     "of two networks": lambda n: {"actor": after(n, total=0), "critic": after(0, total=n)},
     "stack": lambda n: jax.tree.map(lambda a, b: jnp.stack([a, b]), after(n), after(0)),
@@ -131,8 +122,6 @@ STATES = {  # each after so many steps that were skipped
     "of MultiSteps": lambda n: after(n, optax.MultiSteps(optax.sgd(0.1), 2)),
     "a train state": lambda n: {"params": {"w": jnp.ones(3)}, "opt_state": after(n), "step": 4},
     "of NNX": nnx_optimizer,
-    "of NNX, all state": lambda n: nnx.state(nnx_optimizer(n)),
-    "a state dict": lambda n: flax.serialization.to_state_dict(after(n)),
     "a checkpoint": lambda n: {"consecutive_skipped": np.int32(n), "total_skipped": np.int32(n)},
     "numbers": lambda n: after(0)._replace(consecutive_skipped=n, total_skipped=n),
     "of NumPy": lambda n: jax.tree.map(np.asarray, after(n)),
@@ -330,30 +319,6 @@ def test_the_scale_is_the_one_that_the_next_step_scales_by(scale):
         found = run(after(2, total=3), scaling)
         assert list(found) == (KEYS if run is jmpx.metrics else sorted(KEYS))  # jit sorts keys
         assert numbers(found) == dict(zip(KEYS, (expected, 3, 2), strict=True))
-
-
-def test_they_are_those_of_a_run_at_each_step(rng):
-    optimizer, scaling = jmpx.skip_nonfinite(lenient(optax.adam(0.1))), jmpx.DynamicLossScale(8.0)
-    params = {"w": jnp.ones(2)}
-    opt_state, flags = optimizer.init(params), rng.random(12) < 0.6
-
-    @jax.jit
-    def train_step(params, opt_state, scaling, x):
-        loss = lambda params, x: jnp.sum(params["w"] * x)  # noqa: E731
-        grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy="full")
-        loss, scaling, finite, grads = grad_fn(params, x)
-        params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite)
-        return params, opt_state, scaling, {"loss": loss} | jmpx.metrics(opt_state, scaling)
-
-    total = row = 0
-    for finite in flags:
-        x = jnp.where(finite, jnp.ones(2), jnp.nan)
-        params, opt_state, scaling, found = train_step(params, opt_state, scaling, x)
-        total, row = total + (not finite), 0 if finite else row + 1
-        del found["loss"]
-        expected = dict(zip(KEYS, (float(scaling.loss_scale), total, row), strict=True))
-        assert numbers(found) == expected
-    assert 0 < total < len(flags)
 
 
 def test_nothing_is_made_up():

@@ -101,93 +101,32 @@ def jmp_step(state, batch):
 
 
 @pytest.mark.parametrize("kind", SCALES)
-def test_one_step_function_for_all_loss_scales(kind, rng):
-    batches = make_batches(rng)
+def test_one_step_function_for_all_loss_scales_skips_a_step_and_goes_on(kind, rng):
+    batches, is_dynamic = make_batches(rng, bad=(2,)), kind.startswith("Dynamic")
     state = by_names = make_state(SCALES[kind], batches[0][0])
-    for batch in zip(*batches, strict=True):
-        state, loss = STEP(state, batch)
-        assert bool(jnp.isfinite(loss))
-        if kind.startswith("Dynamic"):
+    for i, batch in enumerate(zip(*batches, strict=True)):
+        before, (state, loss) = state, STEP(state, batch)
+        if is_dynamic:
             by_names, _ = jmp_step(by_names, batch)
             assert_same_bits(state, by_names)
-    assert state.optimizer.total_skipped == 0
-    expected = 2.0**10 if kind.startswith("Dynamic") else float(SCALES[kind].loss_scale)
-    assert float(state.loss_scale.loss_scale) == expected
-    for leaf in jax.tree.leaves((state.params, state.model)):
-        assert leaf.dtype in (jnp.float32, jnp.int32)
-
-
-@pytest.mark.parametrize("kind", SCALES)
-def test_a_skipped_step_leaves_everything_and_the_next_one_works(kind, rng):
-    batches = make_batches(rng, bad=(2,))
-    state = make_state(SCALES[kind], batches[0][0])
-    for i, batch in enumerate(zip(*batches, strict=True)):
-        before = state
-        state, _ = STEP(state, batch)
-        kept = (before.params, before.model, before.optimizer.inner_state)
         if i == 2:
+            kept = (before.params, before.model, before.optimizer.inner_state)
             assert_same_bits((state.params, state.model, state.optimizer.inner_state), kept)
-            if kind.startswith("Dynamic"):
+            if is_dynamic:
                 assert state.loss_scale.loss_scale == before.loss_scale.loss_scale / 2
                 assert state.loss_scale.counter == 0
         else:
-            assert jmpx.all_finite(state)
+            assert jmpx.all_finite((state, loss))
             pairs = zip(*map(jax.tree.leaves, (state.params, before.params)), strict=True)
             assert any((a != b).any() for a, b in pairs)
+    expected = 2.0**8 if is_dynamic else float(SCALES[kind].loss_scale)  # halved, and grown
+    assert float(state.loss_scale.loss_scale) == expected
     assert state.optimizer.total_skipped == 1
     # The schedule has counted the steps that were taken.
     counts = {int(leaf) for leaf in jax.tree.leaves(state.optimizer.inner_state) if leaf.ndim == 0}
     assert counts == {len(batches[0]) - 1}
-
-
-def test_a_scale_that_starts_too_high_settles(rng):
-    batches = make_batches(rng, steps=30)
-    scale = jmpx.DynamicLossScale(2.0**24, period=3)
-    state = make_state(scale, batches[0][0])
-    rows = []  # of skipped steps
-    for batch in zip(*batches, strict=True):
-        before, (state, _) = state, STEP(state, batch)
-        rows.append(int(state.optimizer.consecutive_skipped))
-        grown = int(before.loss_scale.counter) == 2 and not rows[-1]
-        factor = 0.5 if rows[-1] else 2 if grown else 1
-        assert state.loss_scale.loss_scale == before.loss_scale.loss_scale * factor
-    assert rows[0] == 1 and 0 < state.optimizer.total_skipped < 20
-    assert jmpx.all_finite(state)
-
-
-@pytest.mark.thorough
-def test_scan_over_steps(rng):
-    batches = make_batches(rng, bad=(1,))
-    state = make_state(SCALES["Dynamic"], batches[0][0])
-    expected, losses = state, []
-    for batch in zip(*batches, strict=True):
-        expected, loss = STEP(expected, batch)
-        losses.append(loss)
-    final, scanned = jax.jit(lambda s, b: jax.lax.scan(train_step, s, b))(state, batches)
-    assert final.optimizer.total_skipped == 1
-    np.testing.assert_allclose(scanned, losses, rtol=2e-2, atol=1e-3)
-    assert jax.tree.structure(final) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.thorough
-def test_donation_and_lowering(rng):
-    batches = make_batches(rng, steps=2)
-    state = make_state(SCALES["Dynamic"], batches[0][0])
-    batch = (batches[0][0], batches[1][0])
-    expected, _ = STEP(state, batch)
-    step = jax.jit(train_step, donate_argnums=0)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    compiled = step.lower(shapes, batch).compile()
-    assert jax.tree.structure(jax.eval_shape(step, state, batch)[0]) == jax.tree.structure(state)
-    donated = jax.tree.map(jnp.copy, state)
-    final, _ = compiled(donated, batch)
-    assert_same_bits(final, expected)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated.params))
-    final, _ = compiled(final, batch)
-    assert jmpx.all_finite(final)
+    for leaf in jax.tree.leaves((state.params, state.model)):
+        assert leaf.dtype in (jnp.float32, jnp.int32)
 
 
 # What a step compiles to, counted: jmpx's may not be more than the hand-written one
