@@ -56,12 +56,18 @@ def arguments(rng, layers=2):
 
 def test_a_step_that_is_made_anew_is_not_compiled_again(rng, compilations):
     params, x = jax.block_until_ready(arguments(rng))
-    look: Any = lambda x: jmpx.inspect.first_nonfinite(make_step()[0])(params, x)  # noqa: E731
+
+    def look(x, constant=1.0) -> Any:
+        return jmpx.inspect.first_nonfinite(make_step(constant)[0])(params, x)
+
     jax.block_until_ready(make_step())
     bad = x.at[1, 2].set(jnp.inf)
     compilations()
     assert look(x) is None and compilations() == 1
     assert look(x) is None and look(bad).given == "x" and compilations() == 0
+    for constant in (np.nan, 2.0, np.inf):
+        result = look(x, constant)
+        assert (result and result.given) == (None if np.isfinite(constant) else "a constant")
 
 
 def test_a_step_that_fills_rows_with_nan_is_not_compiled_again(rng, compilations):
@@ -76,8 +82,7 @@ def test_a_step_that_fills_rows_with_nan_is_not_compiled_again(rng, compilations
         assert compilations() <= few
 
 
-@pytest.mark.parametrize(("layers", "most"), [(1, 4), (6, 14)])
-def test_one_reduction_looks_at_all_between_two_products(layers, most, rng):
+def test_one_reduction_looks_at_all_between_two_products(rng):
     def fn(params, x):
         for w in params:
             x = x @ w
@@ -85,12 +90,12 @@ def test_one_reduction_looks_at_all_between_two_products(layers, most, rng):
                 x = jnp.tanh(x) * 2
         return x
 
-    jaxpr = traced_program(fn, arguments(rng, layers)).jaxpr
+    jaxpr = traced_program(fn, arguments(rng, 6)).jaxpr
     search = Search(jaxpr)
     watch = jax.make_jaxpr(lambda arrays: search._watch_all(lambda x: x, arrays))
     found = watch([*map(jnp.zeros_like, jaxpr.in_avals)])
     reductions = [e for e in all_equations(found.jaxpr) if e.primitive.name.startswith("reduce")]
-    assert len(search.watched) == 21 * layers and 1 <= len(reductions) <= most
+    assert len(search.watched) == 21 * 6 and 1 <= len(reductions) <= 14
 
 
 def test_an_operation_that_is_found_again_is_not_compiled_again(rng, compilations):
@@ -103,14 +108,6 @@ def test_an_operation_that_is_found_again_is_not_compiled_again(rng, compilation
         found = jmpx.inspect.first_nonfinite(fn)(x)
         assert compilations() <= few and found is not None
         assert found.operation == "log" and found.operands[0].smallest == 0
-
-
-def test_new_constants_are_read(rng):
-    params, x = arguments(rng)
-    for constant in (1.0, np.nan, 2.0, np.inf):
-        step, _ = make_step(constant=constant)
-        result = jmpx.inspect.first_nonfinite(step)(params, x)
-        assert (result and result.given) == (None if np.isfinite(constant) else "a constant")
 
 
 def test_ranges_read_new_constants_and_arguments(rng, compilations):
