@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from helpers import BF16, F16, F32, run_python
+from helpers import BF16, F16, F32
 
 import jmpx
 import jmpx.equinox  # so that its adapter is among the imported ones
@@ -126,38 +125,6 @@ def test_class_rules_of_autocast_find_marked_calls(has_line):
     assert seen == [jmpx.get_policy("c=f16") if has_line else None]
 
 
-def test_every_adapter_of_the_table_is_one():
-    adapters = list(frameworks.imported_adapters())
-    assert len(adapters) == len(frameworks._ADAPTERS) == 4
-    assert all(isinstance(adapter, Adapter) for adapter in adapters)
-
-
-@pytest.mark.thorough
-def test_asking_the_adapters_imports_no_framework():
-    result = run_python(
-        "-c",
-        "import flax.linen, sys, jmpx\n"
-        "jmpx.set_policy(flax.linen.Dense, 'c=bf16')\n"
-        "jmpx.autocast(lambda x: x, 'c=bf16; Dense?: full')(1.0)\n"
-        "names = {'jmpx._adapters.linen.adapter', 'flax.nnx'}\n"
-        "print(jmpx.current_policy(), names & set(sys.modules))\n"
-        "print({'equinox', 'haiku'} & set(sys.modules))",
-    )
-    assert result.stdout == "None {'jmpx._adapters.linen.adapter'}\nset()\n", result.stderr
-
-
-def test_partial_methods_are_boundaries():
-    class Doubling(nnx.Module):
-        def times(self, x, factor):
-            assert x.dtype == BF16
-            return x * factor
-
-        twice = functools.partialmethod(times, factor=2)
-
-    y = jmpx.flax.with_policies(Doubling(), "c=bf16,o=f32").twice(jnp.ones(2))
-    assert y.dtype == F32 and y.tolist() == [2, 2]
-
-
 # The `dtype` fields of layers
 
 
@@ -201,15 +168,6 @@ def test_the_field_is_the_dtype_in_which_a_layer_reads():
     assert dtype_fields.reading_policy(policy, None) is policy
     assert dtype_fields.reading_policy(policy, BF16) is policy
     assert dtype_fields.reading_policy(policy, F32) == jmpx.get_policy("c=f32,o=f32")
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [(jnp.float32, jnp.bfloat16), (F32, BF16), ("float32", "bfloat16"), (np.float32, jnp.bfloat16)],
-)
-def test_a_field_is_set_in_the_form_in_which_it_was_written(written, expected):
-    found = dtype_fields.spelled_as(written, BF16)
-    assert found == expected and type(found) is type(expected)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import BF16, F16, F32, LOG, zoo
+from helpers import BF16, F16, F32, LOG, dtypes, zoo
 from helpers.jaxprs import program
 
 import jmpx
@@ -141,31 +141,7 @@ def test_it_does_what_the_context_of_the_framework_does(framework, policy):
         assert programs() == expected
 
 
-@both
-def test_a_step_is_that_of_a_context_inside_of_the_loss(framework):
-    def loss(params, x):
-        return jnp.mean(jnp.square(net(framework).apply(params, x)))
-
-    def inside(params, x):
-        with POLICIES[framework](P):
-            return loss(params, x)
-
-    def step(value_and_grad):
-        traced = jax.jit(lambda *args: value_and_grad(*args))
-        return traced.lower(net(framework).model, X).as_text()
-
-    none = jmpx.NoOpLossScale()
-    expected = step(jmpx.filter_value_and_grad(inside, none, policy="full"))
-    assert step(jmpx.filter_value_and_grad(loss, none, policy=f"by=modules,{P}")) == expected
-    plain = step(jax.value_and_grad(inside))
-    assert step(jax.value_and_grad(jmpx.apply_policy(loss, P))) == plain
-
-
 # Each way: what init creates, and class policies
-
-
-def dtypes_of(tree):
-    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
 
 
 @both
@@ -182,8 +158,8 @@ def test_init_creates_the_same_dtypes_in_each_way(framework, policy, dtype):
     jitted = jax.jit(init(framework))
     for func in (init(framework), jitted):
         params = jax.eval_shape(jmpx.apply_policy(func, policy), X)
-        assert dtypes_of(params) == {dtype}
-    assert dtypes_of(jax.eval_shape(jitted, X)) == {F32}
+        assert set(dtypes(params)) == {dtype.name}
+    assert set(dtypes(jax.eval_shape(jitted, X))) == {"float32"}
 
 
 def test_what_init_creates_in_another_context_and_under_a_class_policy():
@@ -202,20 +178,7 @@ def test_what_init_creates_in_another_context_and_under_a_class_policy():
 
         with pytest.warns(UserWarning, match="policies inside of it casts them again"):
             func = jmpx.apply_policy(inside, "by=arguments,params=bf16,c=bf16")
-            assert dtypes_of(jax.eval_shape(func, X)) == {F16}
-
-
-def by_hand(framework):
-    """Returns the result of a block in bfloat16, its two scales applied in float32."""
-    at = {
-        jax.tree_util.keystr(path, simple=True, separator="/").partition("/")[2]: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(net(framework).model)
-    }
-    w, b = ("w", "b") if framework == "haiku" else ("kernel", "bias")
-    h = X.astype(BF16) @ at[f"inner/{w}"].astype(BF16) + at[f"inner/{b}"].astype(BF16)
-    for scale in (at["norm/scale"], at["log/scale"]):
-        h = (h.astype(F32) * scale).astype(BF16)
-    return (h @ at[f"head/{w}"].astype(BF16) + at[f"head/{b}"].astype(BF16)).astype(F32)
+            assert set(dtypes(jax.eval_shape(func, X))) == {"float16"}
 
 
 @both
@@ -223,9 +186,7 @@ def test_class_policies_under_each_way(framework):
     cls = zoo.HaikuInner if framework == "haiku" else zoo.LinenInner
     apply = functools.partial(jmpx.apply_policy, net(framework).apply)
     with jmpx.push_policy(cls, "c=f32,o=bf16"):
-        y = apply("by=modules,c=bf16,o=f32")(net(framework).model, X)
-        np.testing.assert_array_equal(y, by_hand(framework))
-        assert (y.dtype, LOG[-1]) == (F32, F32)
+        assert result(apply("by=modules,c=bf16,o=f32"), framework) == LOG[-1] == F32
         warned = (
             pytest.warns(UserWarning, match="hk.mixed_precision inside .* write by=modules into")
             if framework == "haiku"
@@ -423,7 +384,7 @@ def test_what_listens_hears_a_session_that_goes_on(framework):
 # Haiku's own transformations
 
 
-@pytest.mark.parametrize("form", ["transform", "lift", "layer_stack"])
+@pytest.mark.parametrize("form", ["lift", "layer_stack"])
 def test_haikus_transformations_inside(form):
     def outer(context, x):
         def inner(x):
@@ -432,9 +393,6 @@ def test_haikus_transformations_inside(form):
 
         x = hk.Linear(4, name="first")(x)
         inside = hk.transform(inner)
-        if form == "transform":
-            stored = hk.get_parameter("p", (), init=hk.initializers.Constant(3))
-            return inside.apply({"log": {"scale": stored}}, None, x)
         if form == "lift":
             return inside.apply(hk.lift(inside.init, name="lifted")(KEY, x), None, x)
         stack = hk.experimental.layer_stack  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""One transformer in four frameworks: a policy gives the program of casts by hand, none too many."""
+"""One transformer in four frameworks: a policy gives the program of casts by hand, no cast more."""
 
 import collections
 import re
