@@ -101,9 +101,6 @@ NUMPY = {
     "uint64": (lambda x: x + x, [np.array([2**40 + 1, 7], np.uint64)]),
     "complex128": (lambda x: x * x, [np.array([1j, 2.0])]),
     "numpy.int64": (lambda n: n * n, [np.int64(7)]),
-    "numpy.float64": (lambda x: jnp.tanh(x), [np.float64(0.5)]),
-    "numpy.bool": (lambda b: ~b, [np.bool_(True)]),
-    "untouched": (lambda x: x, [np.arange(3)]),
     "in a tree": (lambda tree: tree["i"] + 1, [{"i": np.arange(3), "name": "a", "n": 3}]),
 }
 
@@ -167,20 +164,17 @@ def many_things(x, w):
     return jnp.where(w > 0, x, -1e9).sum()
 
 
-def test_no_tracer_leaks(pair):
+def test_no_tracer_leaks_and_jax_checks_its_own_invariants(pair):
     gc.freeze()  # the search for leaks collects garbage at each trace: only that of this test
     try:
-        with jax.checking_leaks():
-            slope = jax.grad(jmpx.autocast(many_things))
-            assert "bfloat16" in dtypes_of(slope, *pair)["dot_general"]
+        for check_of_jax, slope in (
+            (jax.checking_leaks(), jax.grad(jmpx.autocast(many_things))),
+            (jax.enable_checks(True), jmpx.autocast(jax.grad(many_things))),
+        ):
+            with check_of_jax:
+                assert "bfloat16" in dtypes_of(slope, *pair)["dot_general"]
     finally:
         gc.unfreeze()
-
-
-def test_jax_checks_its_own_invariants(pair):
-    with jax.enable_checks(True):
-        slope = jmpx.autocast(jax.grad(many_things))
-        assert "bfloat16" in dtypes_of(slope, *pair)["dot_general"]
 
 
 @pytest.mark.thorough
@@ -188,13 +182,7 @@ def test_jax_checks_its_own_invariants(pair):
 def test_what_a_function_captured_is_freed(pair):
     def call():
         captured = jnp.array(pair[1])
-
-        def f(x):
-            spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            h = jax.pure_callback(lambda h: h * np.asarray(captured), spec, x @ x)
-            return jax.nn.relu(h @ captured)
-
-        jax.jit(jmpx.autocast(jax.jit(f)))(pair[0])
+        jax.jit(jmpx.autocast(jax.jit(lambda x: jax.nn.relu(x @ captured))))(pair[0])
         return weakref.ref(captured)
 
     captured = call()
@@ -224,14 +212,12 @@ def notes_of(error):
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("jmpx")]
 
 
-def assert_names(error, function, operation="log"):
-    """Holds an error to one note, which names the marked line of a function of this file."""
+def assert_names_log(error):
+    """Holds an error to one note, which names the marked line of this file."""
     (note,) = notes_of(error)
     match = re.fullmatch(r"jmpx's autocast was running `(\w+)` of (.*):(\d+) \((.*)\)\.", note)
     assert match, note
-    assert match[1] == operation
-    assert match[2] == str(HERE)
-    assert match[4].rpartition(".")[2] == function
+    assert match.groups()[:2] == ("log", str(HERE)) and match[4] == "log_of"
     assert "the culprit" in LINES[int(match[3]) - 1]
     assert note in "".join(traceback.format_exception(error))
 
@@ -240,21 +226,13 @@ def in_scan(h):
     return lax.scan(lambda c, row: (c, log_of(row)), 0, h)[1]
 
 
-def in_cond(h):
-    return lax.cond(h[0, 0] < 99, log_of, jnp.tanh, h)
-
-
 # How autocast meets the line: the function of a product, and whether its line is known. JAX loses
 # that of an operation in a loop, a branch or a checkpoint.
 CASES = {
     "eager": (lambda f: jmpx.autocast(f), log_of, True),
     "jit": (lambda f: jax.jit(jax.value_and_grad(jmpx.autocast(f))), log_of, True),
-    "autocast of value_and_grad": (lambda f: jmpx.autocast(jax.value_and_grad(f)), log_of, True),
-    "float32": (lambda f: jmpx.autocast(f, "c=full"), log_of, True),
-    "vmap": (lambda f: lambda x: jax.vmap(jmpx.autocast(f))(x[None]), log_of, True),
     "jit within": (jmpx.autocast, lambda h: jax.jit(lambda h: jax.jit(log_of)(h))(h), True),
     "scan": (jmpx.autocast, in_scan, False),
-    "cond": (jmpx.autocast, in_cond, False),
     "checkpoint": (jmpx.autocast, jax.checkpoint(log_of), False),
 }
 
@@ -266,39 +244,9 @@ def test_a_nan_names_the_line_that_made_it(name):
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
         jax.block_until_ready(f(jnp.ones((2, 2), jnp.float32)))
     if is_known:
-        assert_names(caught.value, "log_of")
+        assert_names_log(caught.value)
     (note,) = notes_of(caught.value)
     assert str(HERE) in note
-
-
-@jax.custom_jvp
-def by_hand(h):
-    return jnp.tanh(h)
-
-
-@by_hand.defjvp
-def rule_by_hand(primals, tangents):
-    return by_hand(*primals), jnp.log(primals[0]) * tangents[0]
-
-
-def test_a_nan_of_a_rule_set_by_hand_names_the_line_that_calls_its_function():
-    def loss(x):
-        return by_hand(-(x @ x)).sum()  # the culprit
-
-    f = jax.grad(jmpx.autocast(loss))
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
-        f(jnp.ones((2, 2), jnp.float32))
-    assert_names(caught.value, "loss")
-
-
-def call_back(h):
-    return jax.pure_callback(lambda h: 1 / 0, jax.ShapeDtypeStruct((), F32), h)  # the culprit
-
-
-def test_errors_of_other_kinds():
-    with pytest.raises(Exception, match="ZeroDivisionError") as caught:
-        jmpx.autocast(call_back)(jnp.ones((2, 2), jnp.float32))
-    assert_names(caught.value, "call_back", "pure_callback")
 
 
 def test_modules_are_joined_before_the_call_or_in_it():

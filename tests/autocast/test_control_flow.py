@@ -42,10 +42,6 @@ def scan_of_many(x, w):
     return a, b, c, n, flag, jax.random.key_data(key), ys
 
 
-def associative(x, w):
-    return lax.associative_scan(lambda a, b: a @ b, jnp.stack([x, w, x]))
-
-
 def while_loop(x, w):
     def body(state):
         n, c = state
@@ -59,22 +55,12 @@ CONTROL = {
     "cond of other dtypes": lambda x, w: lax.cond(
         x[0, 0] > 9, lambda x: (x, jnp.exp(x), 1, x), lambda x: (x @ w, x @ w, 2, x), x
     ),
-    "cond in vmap": lambda x, w: jax.vmap(
-        lambda x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)
-    )(jnp.stack([x, w])),
-    "cond in scan": lambda x, w: lax.scan(
-        lambda c, n: (lax.cond(n > 0, lambda: c @ w, lambda: c), n), x, np.arange(2)
-    )[0],
     "switch": lambda x, w: lax.switch(
         1 + (x[0, 0] < 9).astype(int), [jnp.add, lambda x, w: jnp.exp(x), jnp.matmul], x, w
-    ),
-    "scan of scan": lambda x, w: lax.scan(
-        lambda c, x: (scan_of_products(c, x)[0], c[0]), x, jnp.stack([w, w])
     ),
     "scan in reverse": lambda x, w: lax.scan(
         lambda c, x: (c @ x, c), x, jnp.stack([w, x, w]), reverse=True, unroll=2
     ),
-    "associative_scan": associative,
 }
 LOOPS = {
     "scan of many dtypes": scan_of_many,
@@ -189,15 +175,10 @@ def test_a_rule_carries_activations_in_16_bits(pair, name, expected):
 # Other transformations.
 
 TRANSFORMS = {
-    "jvp of grad": lambda f: lambda x, w: jax.jvp(both(f), (x, w), (w, x)),
     "grad of jvp": lambda f: both(lambda x, w: jax.jvp(f, (x, w), (w, x))[1]),
-    "jacfwd": jax.jacfwd,
     "hessian": jax.hessian,
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](w, x),
     "jit of grad of jit": lambda f: jax.jit(both(jax.jit(f))),
-    "closure_convert": lambda f: (
-        lambda x, w: (lambda g, consts: g(x, *consts))(*jax.closure_convert(lambda x: f(x, w), x))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    ),
 }
 
 
@@ -235,16 +216,6 @@ def test_a_gradient_with_respect_to_a_closed_over_tracer(pair):
     for side, result in zip(sides, results, strict=True):
         assert_near(result, reference)
         assert_ran(side, w, dot_general="bfloat16")
-
-
-def test_inspection_without_running(positive):
-    cast = jmpx.autocast(loss_fn)
-    spec = jax.ShapeDtypeStruct((4, 4), F32)
-    assert jax.eval_shape(cast, spec, spec) == jax.ShapeDtypeStruct((), F32)
-    assert jax.make_jaxpr(cast)(spec, spec).out_avals[0].dtype == F32
-    lowered = jax.jit(cast).lower(spec, spec)
-    assert "tensor<4x4xbf16>" in lowered.as_text()
-    assert_near(lowered.compile()(*positive), loss_fn(*positive))
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
@@ -290,11 +261,9 @@ def linear_solve(h):
 
 
 LINALG = {
-    "inv": lambda h: jnp.linalg.inv(spd(h)),
     "slogdet": lambda h: jnp.linalg.slogdet(spd(h))[1],
     "eigvalsh": lambda h: jnp.linalg.eigvalsh(spd(h)),
     "svdvals": lambda h: jnp.linalg.svdvals(spd(h)),
-    "qr": lambda h: jnp.abs(jnp.linalg.qr(spd(h)).R),
     "fft": lambda h: jnp.abs(jnp.fft.rfft(h)) + jnp.fft.irfft(jnp.fft.rfft(h))[:, :3],
     "custom_root": cube_root,
     "custom_linear_solve": linear_solve,
@@ -312,12 +281,9 @@ def test_linear_algebra_runs_in_float32(pair, name):
     assert all(dtypes <= {"float32", "complex64"} for dtypes in in_float32)
 
 
-@pytest.mark.parametrize(
-    "name", rows(["custom_root", "custom_linear_solve", "slogdet"], "custom_root")
-)
-def test_linear_algebra_and_its_gradients(pair, name):
+def test_linear_algebra_and_its_gradients(pair):
     def f(x, w):
-        y = LINALG[name](x @ w)
+        y = cube_root(x @ w)
         return (y**2).sum(), y
 
     gradient = functools.partial(jax.grad, argnums=(0, 1), has_aux=True)

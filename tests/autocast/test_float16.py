@@ -14,8 +14,6 @@ from helpers.autocast import (
     assert_near,
     assert_ran,
     dtypes_of,
-    operand_dtypes,
-    rows,
     together,
     values,
 )
@@ -30,17 +28,13 @@ def rms_norm(h, mean_of_squares):
 
 NORMS = {
     "power": lambda h: rms_norm(h, lambda h: jnp.mean(h**2, -1, keepdims=True)),
-    "product": lambda h: rms_norm(h, lambda h: jnp.mean(h * h, -1, keepdims=True)),
-    "var": lambda h: (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-6),
-    "norm": lambda h: h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-12),
     "squares of differences": lambda h: rms_norm(
         h - h.mean(-1, keepdims=True), lambda d: (d * d).mean(-1, keepdims=True)
     ),
-    "softmax": lambda h: jax.nn.softmax(h / 300),
 }
 
 
-@pytest.mark.parametrize("name", rows(NORMS, "power", "squares of differences"))
+@pytest.mark.parametrize("name", NORMS)
 def test_squares_beyond_float16(rng, name):
     x, w = normal(rng, 4, 4) * 300, normal(rng, 4, 4)
 
@@ -111,17 +105,11 @@ def by_while(step, start, rows):
 # Functions of an activation with three rows and a large negative number, which fills the first row.
 ROADS = {
     "add": lambda h, big: h + jnp.array([[1.0], [0], [0]], F32) * big,
-    "multiplied": lambda h, big: (
-        h * (first := np.arange(3.0)[:, None] > 0).astype(F32) + big * (~first)
-    ),
     "sub": lambda h, big: h - jnp.where(np.arange(3)[:, None] == 0, -big, 0.0),
     "where": lambda h, big: jnp.where(np.arange(3)[:, None] == 0, big, h),
     "set": lambda h, big: h.at[0].set(big),
     "set of an input": lambda h, big: jnp.full((3, 3), big).at[1:].set(h[1:]),
     "min": lambda h, big: h.at[0].min(big),
-    "into a constant": lambda h, big: lax.dynamic_update_slice(
-        jnp.full((3, 3), big), h[1:], (1, 0)
-    ),
     "pad": lambda h, big: jnp.pad(h[1:], ((1, 0), (0, 0)), constant_values=big),
     # A row beyond those that there are.
     "take": lambda h, big: jnp.take(h, np.array([9, 1, 2]), axis=0, mode="fill", fill_value=big),
@@ -190,28 +178,27 @@ def test_an_activation_that_overflows_is_not_hidden():
 # Factors, divisors and powers that 16 bits cannot hold are applied in float32.
 
 TABLE = np.array([[1e6, 2.0, 1e-6]], np.float32)
+ON_DEVICE = jax.device_put(TABLE)
 # By name: a function of an activation and a number that is traced, and the activation.
 FACTORS = {
     "divisor": (lambda h, n: h / 70_000, [700.0, 1, 6e4]),
     "subnormal divisor": (lambda h, n: h / 1e-7, [0.0, 2e-3, 1e-3]),
     "small factor": (lambda h, n: 3e-8 * h, [6e4, 6e3, -6e4]),
     "numerator": (lambda h, n: 1e6 / h, [1e3, 2e4, -6e4]),
-    "arithmetic": (lambda h, n: h * -(jnp.full((1, 3), 1e3) * 1e3), [1e-3, 6e-2, -1e-2]),
     "an integer": (lambda h, n: h / jnp.asarray(70_000).astype(F32), [700.0, 1, 6e4]),
     "a table": (lambda h, n: h * TABLE, [1e-3, 6e-2, 3e4]),
+    "a closed-over array": (lambda h, n: h * ON_DEVICE, [1e-3, 6e-2, 3e4]),
     "atan2": (lambda h, n: lax.atan2(h, jnp.full_like(h, 1e6)), [6e4, -6e4, 3e4]),
     "mod": (lambda h, n: h % 7e4, [6e4, 3e4, 3.0]),
     "clip": (lambda h, n: jnp.clip(h, -7e4, 1e5), [6e4, -6e4, 3.0]),
     "a number": (lambda h, n: h / n, [700.0, 1, 6e4]),
     "its inverse": (lambda h, n: h * (1 / n**2), [6e4, 1e4, -6e4]),
     "a number in jit": (lambda h, n: jax.jit(lambda a, b: a / b)(h, n), [700.0, 1, 6e4]),
-    "a constant in jit": (lambda h, n: jax.jit(lambda a, b: a * b)(h, 1e6), [1e-3, 6e-2, 0]),
     "numbers": (lambda h, n: h / jnp.stack([n, n * n, 1 / n]), [6e4, 6e4, 1e-2]),
     "in scan": (
         lambda h, n: lax.scan(lambda c, _: (c, h / n), 0, None, length=2)[1][0],
         [700.0, 1, 6e4],
     ),
-    "in vmap": (lambda h, n: jax.vmap(lambda r: r / n)(h), [700.0, 1, 6e4]),
 }
 FACTORS_OF = {"c=f16": [*FACTORS], "c=bf16": ["subnormal divisor", "small factor", "a number"]}
 
@@ -242,43 +229,22 @@ def test_factors_and_divisors(policy):
             np.testing.assert_allclose(slope, expected_slope, 4 * eps, 2 * smallest, err_msg=name)
 
 
-def test_factors_of_an_array_that_was_closed_over():
-    x, h = activation([1e-3, 6e-2, 3e4])
-    table = jax.device_put(TABLE)
-    got = jmpx.autocast(lambda x: h(x) * table, "c=f16", output=None)(x)
-    assert got.dtype == F16
-    np.testing.assert_allclose(got.astype(F32), x * TABLE, rtol=2e-3)
-
-
-@pytest.mark.thorough
-def test_the_result_of_a_factor_is_rounded_and_its_range_kept(rng):
-    """Compares constants of all sizes with the results of NumPy's float16."""
-    x, h = activation(np.float16(rng.normal(size=16)))
-    factors = 10.0 ** rng.uniform(-12, 12, size=60) * rng.choice([-1, 1], 60)
-    for factor in factors.astype(np.float32):
-        for fn in (lambda a, f: a * f, lambda a, f: a / f):
-            got = jmpx.autocast(lambda x, fn=fn, f=factor: fn(h(x), f), "c=f16", output=None)(x)
-            with np.errstate(over="ignore"):
-                expected = np.float16(fn(np.asarray(x), factor))
-            assert got.dtype == F16
-            np.testing.assert_allclose(got, expected, rtol=2e-3, atol=2**-24)
-
-
 def test_only_what_does_not_fit_runs_in_float32():
     x, h = activation(np.ones((2, 2)))
 
-    def dtypes_of(name, fn, policy="c=f16", *args):
-        return operand_dtypes(name, jmpx.autocast(lambda x, *a: fn(h(x), *a), policy), x, *args)
+    def dtypes(name, fn, policy="c=f16", *args):
+        found = dtypes_of(jmpx.autocast(lambda x, *a: fn(h(x), *a), policy), x, *args)
+        return {jnp.dtype(dtype) for dtype in found[name]}
 
-    assert dtypes_of("mul", lambda h: h * 0.5) == {F16}
-    assert dtypes_of("div", lambda h: h / 8) == {F16}
-    assert dtypes_of("mul", lambda h, p: h * p, "c=f16", jnp.ones(2, F32)) == {F16}  # a parameter
-    assert dtypes_of("mul", lambda h: h * 1e6) == {F32}
-    assert dtypes_of("div", lambda h: h / 1e-8) == {F32}
-    assert dtypes_of("mul", lambda h, s: h * s, "c=f16", jnp.float32(2)) == {F32}
-    assert dtypes_of("mul", lambda h: h * 1e6, "c=bf16") == {BF16}
-    assert dtypes_of("div", lambda h, s: h / s, "c=bf16", jnp.float32(2)) == {BF16}
-    assert dtypes_of("mul", lambda h: h * LEAST, "c=bf16") == {F32}
+    assert dtypes("mul", lambda h: h * 0.5) == {F16}
+    assert dtypes("div", lambda h: h / 8) == {F16}
+    assert dtypes("mul", lambda h, p: h * p, "c=f16", jnp.ones(2, F32)) == {F16}  # a parameter
+    assert dtypes("mul", lambda h: h * 1e6) == {F32}
+    assert dtypes("div", lambda h: h / 1e-8) == {F32}
+    assert dtypes("mul", lambda h, s: h * s, "c=f16", jnp.float32(2)) == {F32}
+    assert dtypes("mul", lambda h: h * 1e6, "c=bf16") == {BF16}
+    assert dtypes("div", lambda h, s: h / s, "c=bf16", jnp.float32(2)) == {BF16}
+    assert dtypes("mul", lambda h: h * LEAST, "c=bf16") == {F32}
     zero = jmpx.autocast(lambda x: h(x) * LEAST, "c=bf16")(jnp.zeros((2, 2), F32))
     np.testing.assert_array_equal(zero, 0)
 
@@ -293,8 +259,7 @@ POWERS = {
 }
 
 
-@functools.cache
-def of_powers():
+def test_powers_in_float16_overflow_neither_forward_nor_backward():
     x, h = activation(PRE)
 
     def cast(f):
@@ -310,11 +275,8 @@ def of_powers():
         sides = value_and_slope(cast(f)), cast(value_and_slope(f)), value_and_slope(f)
         return [side(x) for side in sides]
 
-    return together({name: functools.partial(both, name) for name in POWERS})
-
-
-def test_powers_in_float16_overflow_neither_forward_nor_backward():
-    for name, (*sides, expected) in of_powers().items():
+    found = together({name: functools.partial(both, name) for name in POWERS})
+    for name, (*sides, expected) in found.items():
         assert all((np.abs(v) < 65_504).all() for v in expected)
         for got in sides:
             for a, b in zip(got, expected, strict=True):

@@ -15,15 +15,12 @@ from helpers.autocast import (
     assert_ran,
     both,
     check_sides,
-    operand_dtypes,
     rows,
     values,
 )
 from helpers.jaxprs import equations, equations_of, trace
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
-from jax.sharding import AxisType, PartitionSpec as P
 
 import jmpx
 
@@ -43,14 +40,6 @@ def kernel(x, w):
 
     shape = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-1]), x.dtype)
     return jax.pure_callback(run, shape, x, w, vmap_method="sequential")
-
-
-def in_pallas(x, w):
-    def body(x, w, out):
-        out[...] = jnp.tanh(x[...] @ w[...])
-
-    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), F32)
-    return pl.pallas_call(body, shape, interpret=True)(x, w)
 
 
 def with_backward(forward):
@@ -95,24 +84,6 @@ with_integers.defvjp(
 )
 
 
-@jax.custom_vjp
-def nested(x, w):
-    return 2 * counted(x, w)
-
-
-nested.defvjp(
-    lambda x, w: (2 * (y := counted(x, w)), (x, w, y)),
-    lambda kept, g: ((g * kept[2]) @ kept[1].T, kept[0].T @ g),
-)
-
-
-def sharded(x, w):
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P("rows"), P()), "out_specs": P("rows")}
-    # The results of a callback vary over no axis.
-    return jax.shard_map(counted, mesh=mesh, **specs, check_vma=False)(x, w)
-
-
 def scanned(x, w):
     return lax.scan(lambda h, _: (counted(jnp.sin(h @ w), w), None), x, None, 3)[0]
 
@@ -124,13 +95,9 @@ def of_integers(x, w):
 # By names, how often the forward pass runs.
 CASES = {
     "of integers and a key": (of_integers, 1),
-    "nested": (nested, 1),
     "in a scan": (scanned, 3),
-    "in cond": (lambda x, w: lax.cond(x[0, 0] < 9, counted, lambda x, w: x, x, w), 1),
     "in vmap": (lambda x, w: jax.vmap(lambda x: counted(x[None], w)[0])(x), 4),
-    "in shard_map": (sharded, 1),
     "in jit in full precision": (jmpx.full_precision(jax.jit(counted)), 1),
-    "twice": (lambda x, w: counted(counted(x, w), w), 2),
 }
 
 
@@ -157,10 +124,9 @@ def test_the_forward_pass_runs_once(rng, name):
     assert np.abs(saved[0][0]).max() > 0
 
 
-@pytest.mark.parametrize("forward", [kernel, pytest.param(in_pallas, marks=pytest.mark.thorough)])
-def test_gradients_have_the_same_bits(rng, forward):
+def test_gradients_have_the_same_bits(rng):
     args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
-    plain, saved = (grads_of(with_backward(forward), save) for save in (None, "products"))
+    plain, saved = (grads_of(counted, save) for save in (None, "products"))
     assert_same_bits(saved(*args), plain(*args))
 
 
@@ -238,44 +204,23 @@ def test_second_derivatives(rng):
     np.testing.assert_allclose(second("products"), second(None), rtol=0.05, atol=0.05)
 
 
-def test_forward_mode_is_refused_as_without(rng):
-    x, w = normal(rng, 4, 4), normal(rng, 4, 4)
-    for save in (None, "products"):
-        cast = jmpx.autocast(lambda x, save=save: counted(x @ w, w), save=save)
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(cast, (x,), (x,))
-
-
-def heads(q):
-    return jnp.transpose(q.reshape(1, 512, 2, 128), (0, 2, 1, 3))
-
-
-def flash(q, k, v):
-    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
-
-    return flash_attention(q, k, v, causal=True)
-
-
-def kernels_of(save):
-    """Returns how many kernels a layer's gradient has, lowered for a TPU."""
-    x, w = jax.ShapeDtypeStruct((1, 512, 256), F32), jax.ShapeDtypeStruct((256, 768), F32)
-
-    def layer(w, x):
-        q, k, v = (heads(a).astype(jnp.bfloat16) for a in jnp.split(x @ w, 3, axis=-1))
-        out = flash(q, k, v).astype(F32)
-        return jnp.transpose(out, (0, 2, 1, 3)).reshape(x.shape) @ w
-
-    cast = jmpx.autocast(layer, save=save)
-    traced = jax.jit(jax.grad(lambda w, x: cast(w, x).astype(F32).sum())).trace(w, x)
-    text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    return text.count("@tpu_custom_call")
-
-
 @pytest.mark.thorough
 @pytest.mark.versions
 @pytest.mark.usefixtures("standard_promotion")  # the kernels mix dtypes
-def test_flash_attention_has_three_kernels_on_a_tpu():
-    assert [kernels_of(save) for save in (None, "products")] == [3, 3]
+@pytest.mark.parametrize("save", [None, "products"])
+def test_flash_attention_has_three_kernels_on_a_tpu(save):
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    def layer(w, x):
+        q, k, v = (x @ w).reshape(1, 512, 3, 2, 128).transpose(2, 0, 3, 1, 4).astype(jnp.bfloat16)
+        out = flash_attention(q, k, v, causal=True).astype(F32)
+        return out.transpose(0, 2, 1, 3).reshape(x.shape) @ w[:, :256]
+
+    cast = jmpx.autocast(layer, save=save)
+    x, w = jax.ShapeDtypeStruct((1, 512, 256), F32), jax.ShapeDtypeStruct((256, 768), F32)
+    traced = jax.jit(jax.grad(lambda w, x: cast(w, x).sum())).trace(w, x)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@tpu_custom_call") == 3
 
 
 # Residuals, and how exact gradients are.
@@ -348,25 +293,6 @@ def test_a_checkpoint_that_captured_a_constant(pair):
     check_sides(jax.grad, jax.checkpoint(lambda x: jnp.tanh(x @ w + w[0]).sum()), x)
 
 
-@pytest.mark.thorough
-def test_a_learned_scale_costs_no_memory(rng):
-    w, x = normal(rng, 16, 16), normal(rng, 64, 16)
-
-    def loss(params):
-        h = functools.reduce(lambda h, s: jnp.tanh(s * (h @ params["w"])), params["scales"], x)
-        return (h**2).mean()
-
-    params = {"w": w, "scales": [jnp.float32(0.5), jnp.float32(2.0)]}
-    kept, no_scale = (
-        benchmark.residual_bytes(jmpx.autocast(f, "c=f16"), params)
-        for f in (loss, lambda params: loss({"w": params["w"], "scales": [0.5, 2.0]}))
-    )
-    # For each scale: the product to be scaled, in 16 bits, and the scale, broadcast, in 32 bits.
-    assert kept <= no_scale + 2 * x.size * (2 + 4) + 16
-    got, expected = jax.grad(jmpx.autocast(loss, "c=f16"))(params), jax.grad(loss)(params)
-    assert_near(got, expected, 1e-2)
-
-
 def test_a_gelu_leaves_float16_and_keeps_no_more_than_in_bfloat16(rng):
     w, x = normal(rng, 16, 16), normal(rng, 64, 16)
 
@@ -377,5 +303,4 @@ def test_a_gelu_leaves_float16_and_keeps_no_more_than_in_bfloat16(rng):
     assert kept[0] <= kept[1]
     gelu = jmpx.autocast(lambda w: jax.nn.gelu(x @ w), "c=f16", output=None)
     assert gelu(w).dtype == F16
-    assert operand_dtypes("tanh", gelu, w) == {F16}
-    assert operand_dtypes("integer_pow", gelu, w) == {F32}
+    assert_ran(gelu, w, tanh="float16", integer_pow="float32")

@@ -8,7 +8,7 @@ from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal
 from helpers.autocast import assert_ran, check_sides, dtypes_of, rows, values, whole
 from helpers.jaxprs import equations_of
 from jax import lax
-from jax.experimental import io_callback, pallas as pl
+from jax.experimental import io_callback
 
 import jmpx
 
@@ -19,14 +19,11 @@ def gate(h):
 
 OPERATIONS = {
     "bfloat16": [
-        lambda h: h @ h,
         gate,
         jax.nn.gelu,
         jnp.sqrt,
-        jnp.sin,
         lambda h: h**2,
         lambda h: h / 3 - 1,
-        lambda h: jnp.where(h > 0, h, -1e9),
         lambda h: h + jnp.arange(h.shape[1], dtype=jnp.float32),
         lambda h: h + jnp.exp(jnp.arange(h.shape[1]).astype(jnp.float32)),
         lambda h: h * jax.random.normal(jax.random.key(0), h.shape),
@@ -36,24 +33,17 @@ OPERATIONS = {
     "float32": [
         jnp.exp,
         jnp.tanh,  # the last operation: a loss outside may read its distance from 1
-        jax.nn.sigmoid,
         lambda h: jnp.log(jnp.abs(h) + 1.0),
         lambda h: jnp.abs(h) ** 1.5,
         jnp.sum,
-        lambda h: jnp.mean(h, axis=0),
         lambda h: lax.rsqrt(jnp.abs(h) + 1.0),
         jax.nn.softmax,
         lambda h: jnp.linalg.norm(h),
         lambda h: lax.erf_inv(jnp.tanh(h)),
-        lambda h: jax.scipy.special.gammaln(h + 9.0),
-        lambda h: jax.ops.segment_sum(h, jnp.zeros(h.shape[0], int), 2),
         lambda h: lax.cond(h[0, 0] > 0, jnp.tanh, jnp.exp, h),
         lambda h: lax.fori_loop(0, 3, lambda _, c: c + h[0], jnp.zeros(h.shape[1])),
     ],
 }
-
-
-VALUES = [jax.nn.gelu, jnp.linalg.norm, jax.checkpoint(gate)]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +52,6 @@ VALUES = [jax.nn.gelu, jnp.linalg.norm, jax.checkpoint(gate)]
 def test_classes_of_operations(pair, op, dtype):
     f = lambda w, x: op(x @ w)  # noqa: E731
     assert jax.eval_shape(jmpx.autocast(f, output=None), *pair).dtype == dtype
-
-
-@pytest.mark.parametrize("op", VALUES)
-def test_values_of_operations(pair, op):
-    f = lambda w, x: op(x @ w)  # noqa: E731
-    low = jmpx.autocast(f, output=None)(*pair)
-    np.testing.assert_allclose(low.astype(F32), f(*pair), rtol=0.06, atol=0.06)
-    assert_same_bits(jmpx.autocast(f)(*pair), low.astype(F32))
 
 
 def test_inputs_and_constants_yield_to_what_a_product_made(rng):
@@ -138,14 +120,10 @@ EXACT = {
         lambda h, x: lax.sort((h, x, jnp.arange(16).reshape(4, 4)), num_keys=1),
         *("sort", "bfloat16 float32"),
     ),
-    "top_k": (lambda h, x: lax.top_k(h, 2), "top_k", LOW),
-    "argmax": (lambda h, x: (jnp.argmax(h, 1), h.max(0), h.min()), "argmax", LOW),
     "set": (lambda h, x: h.at[1].set(x[0]), "scatter", FULL),
     "add": (lambda h, x: h.at[INDEX].add(x[:2]), "scatter_add", FULL),
-    "multiply": (lambda h, x: x.at[INDEX].multiply(h[:2]), "scatter_mul", FULL),
     "max": (lambda h, x: h.at[INDEX].max(x[:2]), "scatter_max", FULL),
     "gather": (lambda h, x: h[INDEX], "gather", LOW),
-    "slice": (lambda h, x: lax.dynamic_slice(h, (INDEX[1], 1), (2, 2)), "dynamic_slice", LOW),
     "dynamic_update_slice": (
         lambda h, x: lax.dynamic_update_slice(x, h[:2], (1, INDEX[1])),
         *("dynamic_update_slice", LOW),
@@ -154,14 +132,11 @@ EXACT = {
     "pad": (lambda h, x: jnp.pad(h, 1), "pad", LOW),
     "clip": (lambda h, x: jnp.clip(h, -2, x), "max", LOW),
     "where": (lambda h, x: jnp.where(x > 0, h, x), "select_n", LOW),
-    "roll and flip": (lambda h, x: jnp.roll(h, 1)[::-1].T.reshape(2, 8), "rev", LOW),
     "cumsum": (lambda h, x: jnp.cumsum(h, 0), "cumsum", FULL),
-    "cumprod": (lambda h, x: jnp.cumprod(jnp.clip(h, -1, 1), 0), "cumprod", FULL),
     "cummax": (lambda h, x: lax.cummax(h), "cummax", LOW),
     "max_pool": (lambda h, x: pool(h, -np.inf, lax.max), "reduce_window_max", LOW),
     "avg_pool": (lambda h, x: pool(h, 0, lax.add), "reduce_window_sum", FULL),
     "convolution": (convolve, "conv_general_dilated", LOW),
-    "einsum": (lambda h, x: jnp.einsum("ij,kj->ik", h, x), "dot_general", LOW),
     "ragged_dot": (
         lambda h, x: lax.ragged_dot(h, jnp.stack([x, x.T]), jnp.array([1, 3])),
         *("ragged_dot_general", LOW),
@@ -172,17 +147,8 @@ EXACT = {
         lambda h, x: lax.optimization_barrier((h, x)),
         *("optimization_barrier", "bfloat16 float32"),
     ),
-    "bitcast": (lambda h, x: lax.bitcast_convert_type(h, jnp.int32), "bitcast_convert_type", FULL),
-    "nextafter": (lambda h, x: jnp.nextafter(h, x), "nextafter", FULL),
     "device_put": (lambda h, x: jax.device_put(h, jax.devices()[0]), "device_put", LOW),
 }
-# Operations whose derivatives are operations of another kind, so that gradients are compared too.
-DIFFERENTIATED = set(
-    """
-    sort top_k scatter scatter_add scatter_max gather dynamic_slice dynamic_update_slice concatenate
-    select_n cumsum reduce_window_max reduce_window_sum conv_general_dilated ragged_dot_general
-    """.split()
-)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -191,12 +157,10 @@ def test_dtypes_of_operations_on_products(pair, name):
     assert_ran(jmpx.autocast(lambda x, w: fn(x @ w, x)), *pair, **{operation: dtypes})
 
 
-VALUES_OF = "sort max set gather dynamic_update_slice pad where ragged_dot bitcast avg_pool".split()
-
-
-@pytest.mark.parametrize("name", rows(VALUES_OF, "sort", "max"))
+@pytest.mark.parametrize("name", rows(["sort", "max", "where", "ragged_dot"], "sort", "max"))
 def test_values_of_operations_on_products(rng, name):
-    fn, operation, _ = EXACT[name]
+    """Their derivatives are operations of another kind, so that gradients are compared, too."""
+    fn, _, _ = EXACT[name]
     args = whole(rng, 4, 4), whole(rng, 4, 4)
     weights = whole(rng, 64)
 
@@ -204,13 +168,9 @@ def test_values_of_operations_on_products(rng, name):
         results = fn(x @ w, x)
         leaves = [leaf for leaf in jax.tree.leaves(results) if leaf.dtype == F32]
         products = [leaf * weights[: leaf.size].reshape(leaf.shape) for leaf in leaves]
-        return sum(p.sum() for p in products) if operation in DIFFERENTIATED else 0.0, results
+        return sum(p.sum() for p in products), results
 
-    def transform(f):
-        grad = jax.grad(f, (0, 1), has_aux=True)
-        return grad if operation in DIFFERENTIATED else lambda *args: f(*args)[1]
-
-    check_sides(transform, f, *args, tolerance=0)
+    check_sides(lambda f: jax.grad(f, (0, 1), has_aux=True), f, *args, tolerance=0)
 
 
 # Operations that run as they were traced: integers, keys, callbacks, kernels, references.
@@ -233,8 +193,8 @@ def of_fp8(x):
     return lax.dot_general(low, low, numbers, preferred_element_type=F32), mixed, low.astype(BF16)
 
 
-def of_16_bits(x, dtype):
-    h = x.astype(dtype)
+def of_16_bits(x):
+    h = x.astype(F16)
     wide = jnp.matmul(h, h, preferred_element_type=F32)
     return jnp.tanh(h @ h).sum(), wide, jnp.einsum("ij,kj->ik", h, h, preferred_element_type=F32)
 
@@ -243,10 +203,7 @@ def of_keys(key):
     keys = jax.random.split(jax.random.fold_in(key, 7), 4)
     return (
         jax.random.normal(keys[0], (3,)),
-        jax.random.truncated_normal(keys[1], -1.0, 1.0, (3,)),
         jax.random.gamma(keys[2], 2.0, (2,)),
-        jax.random.categorical(keys[3], jnp.arange(3.0, dtype=F32)),
-        jax.random.key_data(keys[0]),
         jax.random.bits(key),
     )
 
@@ -255,8 +212,7 @@ UNTOUCHED = {
     "integers": of_integers,
     "complex": of_complex,
     "fp8": of_fp8,
-    "bfloat16": lambda x: of_16_bits(x, BF16),
-    "float16": lambda x: of_16_bits(x, F16),
+    "16 bits": of_16_bits,
     "bits": lambda x: (
         lax.bitcast_convert_type(x, jnp.int32),
         jnp.nextafter(x, 9.0),
@@ -318,31 +274,11 @@ def assert_float32(x):
     return x
 
 
-def with_pallas(h):
-    def kernel(x_ref, o_ref):
-        assert x_ref.dtype == F32
-        o_ref[...] = x_ref[...] * 2
-
-    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(h.shape, F32), interpret=True)(h)
-
-
 def with_a_ref(h):
     ref = jax.new_ref(h)
     ref[0] += 2 * h[1]
     ref[1, :2] = h[0, :2]
     return ref[...] + h
-
-
-def with_refs_in_a_scan(h):
-    ref, count = jax.new_ref(jnp.zeros_like(h)), jax.new_ref(jnp.array(0))
-
-    def body(c, row):
-        ref[...] += row * c
-        count[...] += 1
-        return c @ jnp.eye(4, dtype=F32), row
-
-    c, rows = lax.scan(body, h, h)
-    return ref[...], count[...], c, rows
 
 
 def with_linear_call(h):
@@ -356,16 +292,14 @@ def with_callbacks(h):
 
 
 AS_TRACED = {
-    "pallas": with_pallas,
     "callbacks": with_callbacks,
     "ref": with_a_ref,
-    "refs in a scan": with_refs_in_a_scan,
     "linear_call": with_linear_call,
 }
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.parametrize("name", rows(AS_TRACED, *AS_TRACED.keys() - {"pallas"}))
+@pytest.mark.parametrize("name", AS_TRACED)
 def test_what_keeps_its_dtypes_gets_float32(rng, name):
     args = [jnp.clip(whole(rng, 4, 4), -1, 1) for _ in range(2)]
     plain = lambda x, w: AS_TRACED[name](x @ w)  # noqa: E731

@@ -127,14 +127,6 @@ def activation(numbers):
     return jnp.asarray(np.atleast_2d(numbers), F32), lambda x: x @ jnp.eye(x.shape[1], dtype=F32)
 
 
-def operand_dtypes(name, f, *args):
-    """The dtypes of the operands of an operation, wherever it runs in `f`."""
-    found = [e.invars for e in equations_of(f, *args) if e.primitive.name == name]
-    assert found, f"there is no {name}"
-    dtypes = {atom.aval.dtype for invars in found for atom in invars}
-    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-
-
 def together(functions):
     """Results of functions without arguments, by their names, compiled together."""
     return jax.device_get(jax.jit(lambda: {name: f() for name, f in functions.items()})())
