@@ -117,12 +117,10 @@ def nested(x):
 
 # What turns an array into one of the same shape, differentiable or not.
 PIECES = {
-    "pointwise": lambda x: jnp.exp(-x * x) + 1,
     "jit": jax.jit(lambda x: jax.jit(jnp.sin)(x) + jnp.sin(x)),
     "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
     "custom_jvp": own_slope,
     "custom_vjp": own_pullback,
-    "softmax": jax.nn.softmax,
     "reversed": functools.partial(scanned, reverse=True),
     "unrolled": functools.partial(scanned, unroll=2),
     "scan of a checkpoint": lambda x: scanned(jax.checkpoint(scanned)(x)),
@@ -130,9 +128,7 @@ PIECES = {
     "vmap": jax.vmap(lambda x: jnp.where(x > 0, jnp.sqrt(jnp.abs(x) + 1), x)),
     "nested": nested,
     "half": lambda x: (x.astype(jnp.float16) * jnp.float16(0.1)).astype(jnp.float32),
-    "product": lambda x: jnp.outer(x, x) @ jnp.cos(x),
     "random": lambda x: x * jax.random.uniform(jax.random.key(3), x.shape),
-    "sorted": lambda x: jnp.sort(x)[::-1],
 }
 
 
@@ -174,7 +170,7 @@ def test_a_watched_program_gives_the_same_bits(fn, rng):
     assert not any(site.is_backward for site in found)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("piece", PIECES)
 def test_so_does_its_gradient(piece, rng):
     fn = PIECES[piece]
