@@ -222,19 +222,6 @@ def test_a_flag_of_a_policy_takes_no_rules():
     assert policy.value == jmpx.get_policy("bf16") and "q" not in values
 
 
-def test_one_policy_of_a_flag_with_rules_is_refused(define):
-    text = "c=f16; BatchNorm?: full"
-    for mp, values in (define(f"--mp_policy={text}"), define(default_policy=text)):
-        with pytest.raises(
-            ValueError, match=r"--mp_policy='params=float32.*BatchNorm\?.*"
-        ) as error:
-            _ = mp.policy
-        assert "\n" not in str(error.value) and "read policy_map" in str(error.value)
-        assert mp.policy_map == jmpx.get_policy_map(text) and mp.loss_scale() == Dynamic(2.0**15)
-        values.mp_policy = "c=bf16;"
-        assert mp.policy == mp.policy_map.default
-
-
 # --mp_max_skips
 
 

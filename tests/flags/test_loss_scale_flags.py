@@ -72,25 +72,6 @@ def test_flags_that_are_not_parsed_give_nothing(define):
         mp.loss_scale()
 
 
-CONTRADICT = [
-    ("dynamic", "scale_type=Static"),
-    ("none", "scale_type=Dynamic"),
-    ("auto,init=8", "scale_value=16"),
-    ("static=8", "scale_value=0.5"),
-]
-
-
-@pytest.mark.parametrize(("text", "part"), CONTRADICT)
-def test_a_contradiction_is_one_usage_error(define, text, part):
-    for order in (1, -1):
-        arguments = [f"--mp_loss_scale={text}", f"--mp_{part}"][::order]
-        with pytest.raises(flags.IllegalFlagValueError) as error:
-            define(*arguments)
-        message, (name, value) = str(error.value), part.split("=")
-        assert "\n" not in message and f"--mp_{name}={value}" in message
-        assert f" contradict --mp_loss_scale={text}, the whole loss scale" in message
-
-
 # Values that programs set
 
 
