@@ -226,7 +226,8 @@ def test_only_parameters_are_cast(rng, policy, around):
             for name in ("w", "lora", *(cls.__name__ for cls in others)):
                 seen[name] = getattr(self, name)[...].dtype
             self.Cache[...] = self.Cache[...] * 1  # pyright: ignore[reportAttributeAccessIssue]
-            self.set[...] = self.w[...].astype(low)
+            nnx.update(self, {"set": self.w[...].astype(low)})  # `self.set[...] =` keeps its dtype
+            assert self.set.dtype == low
             return x * self.w[...] * self.lora[...]
 
     model = Stateful()
