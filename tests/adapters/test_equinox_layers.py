@@ -20,14 +20,10 @@ KEY = jax.random.key(0)
 LINEAR = nn.Linear(4, 4, key=KEY)
 LAYERS = {
     "Linear": (LINEAR, (4,)),
-    "Linear scalar": (nn.Linear("scalar", 3, key=KEY), ()),
     "LayerNorm": (nn.LayerNorm((3, 4)), (3, 4)),
-    "GroupNorm": (nn.GroupNorm(2, 4), (4, 3)),
     "Attention": (nn.MultiheadAttention(2, 4, key=KEY), (5, 4)),
     "MLP": (nn.MLP(4, "scalar", 8, 2, key=KEY), (4,)),
     "Conv2d": (nn.Conv2d(3, 2, 3, padding=1, key=KEY), (3, 6, 6)),
-    "ConvTranspose1d": (nn.ConvTranspose1d(3, 2, 3, key=KEY), (3, 6)),
-    "PReLU": (nn.PReLU(0.25), (4,)),
     "Dropout": (nn.Dropout(0.3, inference=True), (4,)),
     "Sequential": (nn.Sequential([LINEAR, nn.Lambda(jax.nn.relu), nn.Identity()]), (4,)),
     "WeightNorm": (nn.WeightNorm(LINEAR), (4,)),
