@@ -56,15 +56,6 @@ def cancelled(x):
     return (x + 100) - 100
 
 
-def by_moments(x):
-    x = x + 20
-    return x - ((x * x).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2)
-
-
-def near_one(x):
-    return jnp.log(1 + 0.01 * jnp.exp(x / 4))
-
-
 def added_up(x):
     def body(total, _):
         return total + jnp.asarray(0.07, x.dtype), None
@@ -74,12 +65,7 @@ def added_up(x):
 
 @pytest.mark.parametrize(
     ("plant", "framework", "dtype"),
-    [
-        (cancelled, "haiku", "bf16"),
-        (added_up, "equinox", "f16"),
-        pytest.param(by_moments, "linen", "f16", marks=pytest.mark.thorough),
-        pytest.param(near_one, "nnx", "bf16", marks=pytest.mark.thorough),
-    ],
+    [(cancelled, "haiku", "bf16"), (added_up, "equinox", "f16")],
 )
 def test_a_planted_layer_ranks_first(rng, framework, dtype, plant):
     loss, (model, x) = planted(framework, plant, f"c={dtype},o={dtype}", rows=8)
@@ -124,8 +110,6 @@ def test_the_report(rng, tmp_path):
     report.plot(tmp_path / "blame.png")
     assert (tmp_path / "blame.png").stat().st_size > 5000
     assert report.check(at_most=1) is report
-    with pytest.raises(AssertionError, match=r"off by at most 1e-06, got .* of which layer"):
-        report.check(at_most=1e-6)
     better = blame(loss_of(residual), f"{POLICY}; layer0: full")(*batches)
     lines = better.diff(data).splitlines()
     assert "before" in lines[0]
