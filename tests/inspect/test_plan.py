@@ -311,12 +311,15 @@ def test_a_policy_that_cannot_be_traced_is_a_row(asked):
         plan(refusing, ["c=f16"])
 
 
-def test_a_step_that_calls_python_is_a_row(asked):
+def test_what_no_compiler_can_be_asked_is_a_row(asked):
     def step(x):
         jax.debug.print("{}", x[0])
         return x
 
     assert "calls Python" in row_of(step, EIGHT).error
+    whole = NamedSharding(AbstractMesh((4096,), ("data",)), P())
+    row = row_of(jnp.sin, SHAPE((8, 8), "float32", sharding=whole))
+    assert "make the mesh smaller" in row.error
 
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO
@@ -405,9 +408,3 @@ def test_the_report(asked, tmp_path):
     assert report.to_html().count("<tr>") == 4 and "&lt;" not in report.to_html()
     report.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5000
-
-
-def test_too_many_chips(asked):
-    whole = NamedSharding(AbstractMesh((4096,), ("data",)), P())
-    row = row_of(jnp.sin, SHAPE((8, 8), "float32", sharding=whole))
-    assert "make the mesh smaller" in row.error
