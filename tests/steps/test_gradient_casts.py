@@ -281,7 +281,7 @@ def test_class_policies_of_haiku_cast():
         ("c=half,o=f32; Second: full", jmpx.filter_value_and_grad, True),
         (jmpx.get_policy_map("by=modules,c=bf16"), jmpx.filter_grad, False),
     ],
-    ids=str,
+    ids=["a string", "a map"],
 )
 def test_one_warning_where_nothing_casts(policy, make, jit):
     grad_fn = make(plain_loss, SCALE, policy=policy)
