@@ -164,6 +164,7 @@ def test_under_transformations(name):
     assert dots(lambda x: outside(NET, x), X) == dots(lambda x: by_hand(NET, x), X)
 
 
+@pytest.mark.thorough
 def test_paths_begin_at_each_of_two_models():
     models, seen = {"a": Net(4), "b": (Net(6), Block(5))}, []
 

@@ -101,7 +101,7 @@ def with_remat(model, x):
 
 
 @pytest.mark.versions
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss_fn", "batch"), [(squares, None), (with_remat, jmpx.Batch(microbatches=2))]
 )

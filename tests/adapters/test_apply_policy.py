@@ -69,6 +69,7 @@ def test_each_way_casts_as_it_does_by_hand(policy, problem):
 JITTED = jax.jit(model)  # JAX traces it anew for each way
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["c=bf16", ISLAND, "by=operations,c=bf16; */linear_1: full"])
 def test_the_gradient_function_differentiates_it(policy, problem):
     applied = jmpx.apply_policy(loss_fn, policy)

@@ -273,6 +273,7 @@ class Coder(eqx.Module):
         return self.decode(outs[0])["y"]
 
 
+@pytest.mark.thorough
 def test_methods_are_cast_once_at_the_outermost_entry_and_all_else_is_left_alone(rng):
     model = Coder(normal(rng, 4))
     view, x = with_policies(model, MIXED), normal(rng, 4)

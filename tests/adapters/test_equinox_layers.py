@@ -115,6 +115,7 @@ def batched(model, *args):
     return jax.vmap(model, (0, None), (0, None), axis_name="batch")(*args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "rules"),
     [("ema", ""), ("batch", "; BatchNorm: full; /norm: c=f16")],
@@ -161,6 +162,7 @@ def test_spectral_norm():
 # Cells and loops over layers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cls", "rules", "inside", "dtype"),
     [
@@ -212,6 +214,7 @@ def test_a_cell_returns_its_state_as_it_came(cls, dtype):
     assert set(seen) == {"bfloat16"}
 
 
+@pytest.mark.thorough
 def test_an_ensemble_and_a_scan_over_layers():
     layers = eqx.filter_vmap(lambda key: nn.Linear(4, 4, key=key))(jax.random.split(KEY, 3))
 

@@ -100,6 +100,7 @@ def assert_same_averages(a, b):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-24 if x.dtype == jnp.float32 else 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("framework", "policy"), [("haiku", "c=bf16"), ("equinox", "full")])
 def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng, key):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
@@ -130,6 +131,7 @@ def nnx_loss(model, x, y):
     return error(predictions, y), predictions
 
 
+@pytest.mark.thorough
 def test_an_nnx_module_changes_as_by_one_call_after_the_other(rng):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
     rngs = nnx.Rngs(0)

@@ -100,7 +100,7 @@ def both_ways(model, x):
 
 @standard_promotion
 @pytest.mark.versions
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("run", [decode, unrolled, in_a_layer, both_ways])
 def test_cells_multiply_in_16_bits_in_all_loops(run, name):

@@ -176,6 +176,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", CLOSURES)
 def test_a_model_that_is_closed_over_may_not_change(rng, way):
     model = make(rng, Small)

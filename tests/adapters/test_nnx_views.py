@@ -207,6 +207,7 @@ def test_a_scan_over_stacked_layers_keeps_its_carry_and_its_state(log):
     assert mean.shape == (3, 4) and mean.dtype == F32 and (mean != 0).any()
 
 
+@pytest.mark.thorough
 def test_islands_and_states_keep_their_dtypes(log):
     class Stateful(nnx.Module):
         def __init__(self):
@@ -285,7 +286,7 @@ SET = [
 
 
 @pytest.mark.versions
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "field", "policy_map", "dtype", "field_by_hand"),
     [(layer, *SET[(n + k) % 5]) for n, layer in enumerate(LAYERS) for k in (0, 1)],

@@ -118,6 +118,7 @@ def test_losses_of_probabilities_and_their_gradients(name):
     np.testing.assert_allclose(got_grad, grad, rtol=2e-2, atol=2e-2 * np.abs(grad).max())
 
 
+@pytest.mark.thorough
 def test_a_loss_outside_of_autocast():
     x, h = activation(LOGITS / 2)
     f = jax.nn.sigmoid

@@ -143,6 +143,7 @@ def test_sums_in_a_loop_are_exact(f):
     np.testing.assert_array_equal(jax.tree.leaves(total)[0], STEPS * ONE)
 
 
+@pytest.mark.thorough
 def test_gradients_that_a_loop_sums_are_exact():
     def total(x, w):
         return sum_in_scan(x, w)[0].sum() + sum_of_a_closed_over_product(x, w).sum()

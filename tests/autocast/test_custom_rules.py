@@ -33,6 +33,7 @@ ACTIVATIONS = [(jax.nn.relu, 0.0), (lambda x: jnp.maximum(x, 0), 0.5), (jnp.abs,
 ACTIVATIONS += [(jax.nn.leaky_relu, 1.0), (jax.nn.silu, 0.5)]
 
 
+@pytest.mark.thorough
 def test_gradients_at_zero_are_those_of_float32():
     eye, zeros = jnp.eye(3, dtype=F32), jnp.zeros((1, 3), F32)
 

@@ -150,6 +150,7 @@ def of_roads():
 SIZES = [(name, -1e30 if name in RULES else -1e9) for name in ROADS]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name, size", SIZES)
 def test_masks_stay_finite_on_every_road(name, size):
     low, expected, slopes = of_roads()[name, size]
@@ -161,6 +162,7 @@ def test_masks_stay_finite_on_every_road(name, size):
         np.testing.assert_allclose(slope[1:], slopes[-1][1:], atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_masks_of_the_least_number_stay_finite_in_bfloat16():
     x, h = activation(np.ones((3, 3)))
     for name in ("set", "pad"):
@@ -203,6 +205,7 @@ FACTORS = {
 FACTORS_OF = {"c=f16": [*FACTORS], "c=bf16": ["subnormal divisor", "small factor", "a number"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", FACTORS_OF)
 def test_factors_and_divisors(policy):
     def both(name):

@@ -235,6 +235,7 @@ def transformer():
     return model.init(rng), benchmark.losses(model, model.batch(rng))
 
 
+@pytest.mark.thorough
 def test_residuals(transformer):
     """Holds the benchmark's figures, which do not depend on the machine, to the project's bars."""
     params, ways = transformer
@@ -250,6 +251,7 @@ def test_residuals(transformer):
     assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens
 
 
+@pytest.mark.thorough
 def test_products_as_lowered_for_cuda(transformer):
     params, ways = transformer
     assert benchmark.dot_operands(ways["autocast"], params) == {"bf16 x bf16": 75}

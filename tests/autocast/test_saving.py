@@ -119,6 +119,7 @@ def dtypes_of_operations(fn, *args):
 EXACT = {"xla_allow_excess_precision": False}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 @pytest.mark.parametrize("name", rows(MODELS, "custom", "recurrence"))
 def test_nothing_changes(rng, name):
@@ -245,6 +246,7 @@ def test_each_layer_keeps_its_name_and_its_line(arrays):
     assert functions[0] == functions[1]  # their lines differ
 
 
+@pytest.mark.thorough
 def test_no_array_is_kept(arrays):
     x, ws = arrays
     del ws[2:]
@@ -385,6 +387,7 @@ def test_once_in_each_of_repeated_blocks(pair):
 SIZE = st.integers(0, 9)
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=6))
 def test_the_cuts_that_need_the_least_memory(sizes):
     """Against all subsets of the places."""

@@ -182,6 +182,7 @@ def hidden(net):
     return f
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 def test_no_mark_leaves_autocast():
     apply, model, _, _ = FRAMEWORKS["haiku"]

@@ -116,6 +116,7 @@ def test_collectives_of_vmap(pair):
     check_sides(lambda f: jax.vmap(f, (0, None), axis_name="d"), collect, x.reshape(2, 2, 4), w)
 
 
+@pytest.mark.thorough
 def test_sums_over_devices_run_in_float32(rng):
     """The result is rounded to the dtype of its operand: averaged gradients keep their digits."""
     specs = {"mesh": make_mesh(size=8), "in_specs": P("d"), "out_specs": P()}
@@ -224,6 +225,7 @@ def test_a_number_for_indices_out_of_bounds_that_16_bits_change_stays(rng):
     assert moved(jmpx.autocast(fn, "c=bf16"), normal(rng, 20, 4), normal(rng, 4, 4)) == ["float32"]
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_table_is_summed_in_float32(rng):
     table, w = normal(rng, 20, 4), jnp.eye(4)
     tokens = np.zeros(8192, np.int32)
@@ -330,6 +332,7 @@ def test_cotangents_of_weights_are_collected_in_16_bits(rng, save):
     assert [aval.dtype for aval in collected] == [BF16]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", rows(["two products", "scan", "result"], "two products"))
 def test_the_bits_are_those_of_a_loop_that_is_written_out(rng, name):
     read, _, _ = READERS[name]

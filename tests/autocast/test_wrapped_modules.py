@@ -190,6 +190,7 @@ def paths_of(state):
     return {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
 
+@pytest.mark.thorough
 @leniently
 def test_it_takes_the_place_of_an_nnx_module(rng):
     model, x = Net(nnx.Rngs(0)), normal(rng, 6, 3)

@@ -202,6 +202,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_see_the_policy_too(name):
     f = TRANSFORMS[name](jax.jit(lambda x: cast_as_plain(x).astype(jnp.float32).sum()))

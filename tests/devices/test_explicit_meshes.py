@@ -266,7 +266,7 @@ def gradients_of(model, how, policy):
 
 
 @pytest.mark.versions
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_a_cell_of_the_table(index, rng):
     spec, model, how = CASES[index]

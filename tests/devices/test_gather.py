@@ -157,6 +157,7 @@ def test_the_dtype_of_the_sum_of_a_vmap(reduce, dtype, rng):
     assert [aval.dtype.name for aval in sums if aval.ndim == 3][-1] == dtype
 
 
+@pytest.mark.thorough
 def test_gradients_come_in_the_dtype_that_is_stored(rng):
     stored = ["float32", "bfloat16", "float16", "float64", "float8_e5m2"]
 
@@ -303,6 +304,7 @@ def test_complex_and_integer_leaves_do_not_stop_gradients(rng):
     np.testing.assert_allclose(over_vmap(run, z, n), DEVICES * jnp.sign(z), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_tree_of_axes_may_be_a_prefix(rng):
     params = {"first": {"w": normal(rng, 2, 4), "b": normal(rng, 4)}, "last": [normal(rng, 3)] * 2}
     specs = {"first": {"w": P(None, AXIS), "b": P(AXIS)}, "last": P()}

@@ -237,6 +237,7 @@ def test_complex_gradients_keep_their_dtype(rng):
     np.testing.assert_allclose(rounded["w"], exact["w"], atol=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduce", [None, "float16"])
 def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     stored = ["float32", "bfloat16", "float16", "float64"]

@@ -224,6 +224,7 @@ def hybrid(params, x, read=lambda w, axis_name: w):
     return jnp.mean((h * params["replica"]) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("vma", "masked", "policy"), [(True, False, "c=f32,r=bf16"), (False, True, "full")]
 )
@@ -276,6 +277,7 @@ def tensor_parallel(params, x, axis=None):
     return jnp.mean((jax.lax.psum(h, axis) if axis else h) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model")])
 def test_tensor_parallelism(axis_name, rng):
     params = {"columns": normal(rng, 8, 4), "rows": normal(rng, 4, 3), "bias": normal(rng, 4)}
@@ -367,6 +369,7 @@ def test_custom_derivatives_hold(how, rng):
     np.testing.assert_allclose(grads, np.tile(expected, (DEVICES, 1, 3)), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_it_compiles_to_the_same_and_calls_the_function_once(rng, monkeypatch):
     calls = []
 

@@ -43,7 +43,7 @@ def folder(name, tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("name", with_prompts())
 @pytest.mark.usefixtures("folder")
 def test_a_page_runs_from_top_to_bottom(name):

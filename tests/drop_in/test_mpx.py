@@ -85,6 +85,7 @@ def seen():
     return found
 
 
+@pytest.mark.thorough
 def test_example_2_trains_the_model_of_example_1(problem):
     model, batch = problem
     optimizer = optax.sgd(0.1)
@@ -146,6 +147,7 @@ def test_the_arguments_of_mpx_are_the_first_ones():
     assert same["w"].all() and mpx.all_finite([1.0])
 
 
+@pytest.mark.thorough
 def test_half_precision_is_float16_unless_it_is_set():
     x, scaling = jnp.ones(2), mpx.DynamicLossScaling(8.0)
 

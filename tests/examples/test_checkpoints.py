@@ -81,6 +81,7 @@ def refusal(folder, like, run=RUN):
     return sentence_of(caught.value)
 
 
+@pytest.mark.thorough
 def test_bits_dtypes_and_shardings_come_back(tmp_path, tree):
     save(tmp_path, tree, 1, 2)
     restored = restore(tmp_path, tree)
@@ -181,7 +182,7 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_never_gives_other_bits(tmp_path, tree, name):
     """Each file of a checkpoint in turn: some hold what nobody reads, and none may do harm."""

@@ -107,7 +107,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_ends_all_and_the_last_line_says_whose(start, tmp_path, name):
     deeds, sentence, seen = FAILURES[name]
@@ -120,6 +120,7 @@ def test_a_failure_ends_all_and_the_last_line_says_whose(start, tmp_path, name):
     assert lines[-1:] == ([seen] if seen else [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_refusal_is_one_sentence(start, tmp_path, alone):
     refuse = "sys.exit('The flags do not fit.')"
@@ -151,6 +152,7 @@ def test_a_signal_to_the_launcher_ends_all(start, tmp_path, name):
     assert result.stderr == f"\n{name} has ended the launcher and its 2 processes. Go on.\n"
 
 
+@pytest.mark.thorough
 def test_a_signal_that_nohup_ignores_stays_ignored(start, tmp_path):
     launcher = start("time.sleep(0.5); print('done')", IGNORED="SIGHUP")
     wait_for_all(tmp_path, 1)

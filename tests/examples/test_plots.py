@@ -9,7 +9,7 @@ import pytest
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "equinox" / "history.py"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scales", "skipped", "panels"),
     [

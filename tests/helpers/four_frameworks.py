@@ -7,6 +7,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jmpx
@@ -125,6 +126,12 @@ def equinox_net():
     return EquinoxNet(linears[0], EquinoxBlock(*linears[1:]), EquinoxHead(head))
 
 
+def initialized(init):
+    """Returns parameters of the shapes that a model creates; only their shapes matter."""
+    shapes = jax.eval_shape(init, jax.random.key(0), X)
+    return jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, leaf.dtype), shapes)
+
+
 def call(model, x):
     return model(x)
 
@@ -139,19 +146,19 @@ def by_modules(apply):
     return under
 
 
-X = jnp.ones((BATCH, 3))
+X = np.ones((BATCH, 3), np.float32)
 # By framework: a function to call, its parameters or model, what puts it under a policy, the names
 # of the layers.
 FRAMEWORKS = {
     "haiku": (
         HAIKU.apply,
-        HAIKU.init(jax.random.key(0), X),
+        initialized(HAIKU.init),
         by_modules(HAIKU.apply),
         {"Linear": "Linear", "module.Linear": "haiku.Linear", "net/": "net/", "Own": "Haiku"},
     ),
     "linen": (
         LINEN.apply,
-        LINEN.init(jax.random.key(0), X),
+        initialized(LINEN.init),
         by_modules(LINEN.apply),
         {"Linear": "Dense", "module.Linear": "flax.linen.Dense", "net/": "", "Own": "Linen"},
     ),

@@ -98,6 +98,7 @@ def test_numbers_have_three_digits():
 UNITS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
+@pytest.mark.thorough
 @given(st.integers(0, 10**20))
 def test_a_number_can_be_read_back(number):
     flops, unit = flop_text(number).removesuffix("FLOP").split(" ")

@@ -244,6 +244,7 @@ def test_a_program_without_a_policy_map_gets_no_rule():
     assert (finding.name, finding.rule) == ("low-exp", "x.astype(jnp.float32) before exp")
 
 
+@pytest.mark.thorough
 def test_a_jitted_step_is_traced_anew_under_the_rule():
     def jitted(policy):
         loss, args = planted("linen", norm, policy, rows=ROWS)

@@ -75,6 +75,7 @@ def test_a_planted_layer_ranks_first(rng, framework, dtype, plant):
     assert report.rows[0].rule.endswith("plant: full"), report
 
 
+@pytest.mark.thorough
 def test_kinks_of_a_gradient_are_measured(rng):
     def kinked(params, x):
         for index, w in enumerate(params):

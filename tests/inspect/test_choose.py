@@ -28,6 +28,7 @@ def drawn(rng):
     return [tuple(normal(rng, 2, 16, 16)) for _ in range(6)]
 
 
+@pytest.mark.thorough
 def test_the_strings_have_the_errors_and_the_memory_of_their_own_runs():
     batches = drawn(np.random.default_rng(0))
     choice = choose(loss_of_scopes, POLICY, error=0.015)(*batches)
@@ -65,6 +66,7 @@ def test_a_bound_that_the_policy_holds_needs_no_rule(rng):
     assert choice.policy == f"{POLICY},save=products"
 
 
+@pytest.mark.thorough
 def test_rules_that_were_given_stay(rng):
     def loss_fn(w, x):
         with jax.named_scope("encoder"):
@@ -79,6 +81,7 @@ def test_rules_that_were_given_stay(rng):
     assert choice.policy.endswith("; */encoder: full; */distance: full")
 
 
+@pytest.mark.thorough
 def test_operations_are_islands_where_there_are_no_scopes(rng):
     def loss_fn(w, x):
         h = x @ w
@@ -90,6 +93,7 @@ def test_operations_are_islands_where_there_are_no_scopes(rng):
     assert choice.chosen.error <= 0.02
 
 
+@pytest.mark.thorough
 def test_a_metric_of_the_user(rng):
     def largest(results, exact):
         return max(float(jnp.abs(a - b).max()) for a, b in zip(results, exact, strict=True))
@@ -135,6 +139,7 @@ def test_what_no_rule_can_hold_is_float32(rng):
     assert choose(loss, "by=modules,c=bf16", error=1e-7)(*batches).policy == "by=modules,f32"
 
 
+@pytest.mark.thorough
 def test_float32_is_chosen_only_if_no_string_with_16_bits_holds_the_bound(rng):
     @jax.checkpoint
     def block(x, w):

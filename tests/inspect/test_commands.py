@@ -241,6 +241,7 @@ def test_explain_may_be_left_out(capsys):
 # As a user runs it
 
 
+@pytest.mark.thorough
 def test_a_process(tmp_path):
     (tmp_path / "program.py").write_text(HEAD + ABSL)
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

@@ -131,6 +131,7 @@ def test_16_bits_differ_as_they_are_written():
     assert report.log_probabilities.kl == pytest.approx(expected, rel=1e-2, abs=1e-7)
 
 
+@pytest.mark.thorough
 def test_float32_against_a_policy():
     report = compare(full, low(full))(*given())
     assert report.unpaired == ()
@@ -211,6 +212,7 @@ def test_fills_of_masks_do_not_count(rng, fills):
     assert row.error == pytest.approx(2e-4, rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_chosen_log_probabilities_have_the_estimate_k3(rng):
     tokens = rng.integers(WIDTH, size=(BATCH, LENGTH, 1))
 

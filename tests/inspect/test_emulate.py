@@ -163,6 +163,7 @@ def assert_close(found, expected):
     assert off <= max(1, size / 1e4)
 
 
+@pytest.mark.thorough
 @each(ELEMENTWISE, "branched", "looped", "by rules in a loop")
 def test_without_sums_each_bit_is_that_of_the_operations_one_by_one(f, dtype, rng):
     args = given(rng, dtype)
@@ -175,6 +176,7 @@ def test_without_sums_each_bit_is_that_of_the_operations_one_by_one(f, dtype, rn
     assert_same_bits(jax.jit(gradient_of(emulate(f)))(*args), found)
 
 
+@pytest.mark.thorough
 @each(SUMMED, "attended", "policy")
 def test_with_sums_few_numbers_differ_by_one_unit(f, dtype, rng):
     args = given(rng, dtype)
@@ -208,6 +210,7 @@ def test_prints_and_callbacks_stay(capfd):
     assert capfd.readouterr().out == "seen 1.0\n"
 
 
+@pytest.mark.thorough
 def test_under_transformations(rng):
     args = given(rng, BF16)
     x, w, v = args
@@ -231,6 +234,7 @@ def test_arrays_that_it_closes_over_have_their_gradients(rng):
     assert_close(found, one_by_one(gradient_of(polynomial), *args))
 
 
+@pytest.mark.thorough
 def test_second_derivatives_are_rounded_where_they_are_written(rng):
     x, w, v = given(rng, F16)
 
@@ -243,6 +247,7 @@ def test_second_derivatives_are_rounded_where_they_are_written(rng):
     assert_same_bits(jax.jit(twice(emulate(rectified)))(x), expected)
 
 
+@pytest.mark.thorough
 def test_other_leaves_go_through():
     def f(tree, *, name, key):
         half, count = tree
@@ -302,6 +307,7 @@ def test_shards_sum_what_is_rounded(rng):
     assert_same_bits(jax.jit(emulate(f))(x), (square * x).astype(F32) + highest)
 
 
+@pytest.mark.thorough
 def test_the_state_of_nnx_modules_changes(rng):
     x = jnp.asarray(rng.normal(size=16), BF16)
     net: Any = nnx.Linear(16, 16, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
@@ -321,6 +327,7 @@ def test_the_state_of_nnx_modules_changes(rng):
     assert_same_bits(net.count[...], after)
 
 
+@pytest.mark.thorough
 def test_a_train_step_as_a_whole(rng):
     """With a loss scale, a policy and the gradients of jmpx."""
     x, w, v = (each.astype(F32) for each in given(rng, F16))

@@ -206,6 +206,7 @@ def test_a_constant_is_told_with_the_line_that_reads_it():
     assert found.given == "a constant" and line_of(found) == marked_line(loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_scanned_layers_tell_which_layer(is_saved):
     """Also if the infinity is saved for the backward pass, or no number of a loss has it."""

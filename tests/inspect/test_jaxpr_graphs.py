@@ -163,6 +163,7 @@ def check(fn, *args, jits=(jax.jit,)):
     return found, np.asarray([counts[site.key] for site in found])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", [nested, halved])
 def test_a_watched_program_gives_the_same_bits(fn, rng):
     found, counts = check(fn, normal(rng, 4), jits=(jax.jit, lambda fn: fn))

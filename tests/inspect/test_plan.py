@@ -170,6 +170,7 @@ def peak(program):
     return program.memory_analysis().peak_memory_in_bytes
 
 
+@pytest.mark.thorough
 def test_peaks_are_those_of_a_direct_compilation(asked):
     ways = {(): lambda policy: (step_under(policy), shapes()), (0, 1): make_step}
     reports = {donated: plan(way) for donated, way in ways.items()}
@@ -239,6 +240,7 @@ def test_what_is_static_goes_in_as_it_is(asked):
     assert report.rows[0].peak == 4 * BATCH * N and report.notes == ()
 
 
+@pytest.mark.thorough
 def test_keys_and_loss_scales_are_no_arrays_to_refuse(asked):
     def step(key, scale, x):
         grad = scale.scale(x.sum()) + jax.random.normal(key)

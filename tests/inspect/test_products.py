@@ -187,6 +187,7 @@ def test_text_has_shares_by_dtypes_then_the_largest_products_and_json_every_fiel
     assert str(report) == "jit__lambda on 1 device: no products" and report.counts() == {}
 
 
+@pytest.mark.thorough
 def test_steps_of_equinox_and_nnx_are_read():
     """By `collectives`, too."""
     mesh = Mesh(np.array(jax.devices()), ("data",))

@@ -94,7 +94,7 @@ def custom(x):
 custom.defvjp(lambda x: (x * 3.0, None), lambda _, g: (g * 2.0**-20,))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "wrap", [jax.jit, jax.checkpoint, custom, jax.nn.relu, jax.vmap], ids=lambda f: f.__name__
 )
@@ -180,6 +180,7 @@ def test_infinities_and_nans_do_not_count_as_overflows(rng):
     assert "Infinite or NaN in float32: 4 numbers" in str(found)
 
 
+@pytest.mark.thorough
 def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
     """And the numbers of a loss scale do not count."""
     w, x = normal(rng, 4, 3), normal(rng, 5, 4)

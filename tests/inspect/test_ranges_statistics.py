@@ -72,6 +72,7 @@ def cast_shares(numbers, dtype, scale):
     return tuple(int(count) / max(numbers.size, 1) for count in counts)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(PATTERNS)
 @example([0x01000001] * SIZE)  # 2**-9 of it has to be rounded at once, not by way of float32

@@ -65,6 +65,7 @@ def batches_of(rng, arrays):
 HALF = "by=operations,c=f16,o=f16"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "is_loss", "policy"),
     [(attention, True, HALF), (scanned, False, POLICY)],
@@ -162,6 +163,7 @@ def searched(loss_fn, batches):
     return api._search(program, runs, jmpx.get_policy_map(POLICY), runs, 0, lambda: None)
 
 
+@pytest.mark.thorough
 def test_as_few_islands_as_brute_force():
     search = batches_and_search()[1]
     everything = [i for i, island in enumerate(search.islands) if not island.is_operation]
@@ -176,6 +178,7 @@ def test_as_few_islands_as_brute_force():
         assert len(found) == min(len(s) for s, error in errors.items() if error <= bound)
 
 
+@pytest.mark.thorough
 def test_rules_that_are_worse_than_their_masks_are_not_given_up(monkeypatch):
     batches, search = batches_and_search()
     bound = search.error(search.find(search.error([]) / 2)) / 0.98
@@ -202,6 +205,7 @@ def sites_of(rng, loss_fn, layers):
     return Sites(graph, nodes_of(graph, runs.points), jmpx.get_policy_map(POLICY))
 
 
+@pytest.mark.thorough
 def test_many_layers_that_are_alike_are_one_island(rng):
     def loss_fn(params, x):
         for index, w in enumerate(params):
@@ -252,6 +256,7 @@ def test_an_island_is_not_a_part_of_which_others_make_the_error(rng):
     assert "*/block" not in selectors
 
 
+@pytest.mark.thorough
 def test_of_two_parts_that_hold_the_bound_the_one_with_fewer_products_is_chosen(rng):
     def loss_fn(w, x):
         with jax.named_scope("mlp"):

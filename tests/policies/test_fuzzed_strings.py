@@ -165,7 +165,7 @@ def check_sentence(message: str, spec: Any) -> None:
 
 @pytest.mark.hypothesis  # CI runs it with new draws, as a property
 @settings(
-    max_examples=300,
+    max_examples=120,
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,

@@ -54,6 +54,7 @@ def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     assert [*compiled_step.count_dots(lowered)] == [f"{dtype} x {dtype}"]
 
 
+@pytest.mark.thorough
 def test_the_body_of_the_loop_counts_as_often_as_it_runs():
     once, twice, thrice = (
         llama.teraflops(

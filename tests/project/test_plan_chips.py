@@ -126,5 +126,5 @@ def test_a_train_step_of_a_vision_transformer(chip, devices):
 
 
 def test_a_mesh_of_more_chips_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="^Expected at most as many chips as 16x16 of v5e, got 512"):
+    with pytest.raises(ValueError, match="^Expected at most as many chips as 16x16 of v5e, "):
         CHIPS["v5e"].topology(512)

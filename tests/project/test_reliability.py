@@ -126,6 +126,7 @@ def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_pa
     assert_one_sentence(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["npz"])
 def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(
     form, states, tmp_path, monkeypatch

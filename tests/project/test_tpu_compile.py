@@ -117,6 +117,7 @@ def test_every_point_has_a_line(tmp_path, capsys):
     assert listed and all(text.startswith("missing\tvit\tby hand\t") for text in listed)
 
 
+@pytest.mark.thorough
 def test_without_the_compiler_a_line_says_what_to_install(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips, "find_spec", lambda name: None)
     tpu.devices.cache_clear()

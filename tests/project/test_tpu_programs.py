@@ -85,7 +85,7 @@ def test_autocast_has_no_more_casts_and_copies_than_casts_by_hand():
 
 
 def test_a_module_policy_has_no_more_casts_and_copies_than_casts_by_hand():
-    """In Haiku; `test_four_frameworks.py` holds the adapters to the same operations before compiling."""
+    """In Haiku; `test_four_frameworks.py` compares all adapters before compiling."""
     x = jax.ShapeDtypeStruct((32, 64, WIDTH), jnp.float32)
     params, _, hand, with_policy = by_hand.FRAMEWORKS["haiku"](WIDTH, jnp.zeros(x.shape))
     found, expected = (

@@ -68,6 +68,7 @@ def one_warning(name):
     assert warning.filename == __file__
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "policy", "remedy"),
     [
@@ -89,6 +90,7 @@ def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, pol
         assert value == np.float32(ROUNDED)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["haiku", "linen"])
 def test_a_context_outside_of_the_gradient_function_warns_too(name):
     net = net_of(name)
@@ -117,6 +119,7 @@ def test_what_was_jitted_and_traced_outside_warns_inside(name):
     jitted(half, X.astype(F16))  # and no warning outlives the gradient function
 
 
+@pytest.mark.thorough
 def test_many_modules_warn_once_per_traced_call():
     net = net_of("equinox", zoo.mlp)
 
@@ -137,6 +140,7 @@ def test_two_kinds_of_casts_are_named_in_one_warning():
         jmpx.filter_grad(lambda model, x: jmpx.autocast(loss)(model, x), SCALE)(model, X)
 
 
+@pytest.mark.thorough
 def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
     loss, model = inside("equinox")
 
@@ -155,6 +159,7 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
             jmpx.filter_grad(outer, SCALE, policy=outer_policy)(model, X, inner_policy)
 
 
+@pytest.mark.thorough
 def test_what_rounds_nothing_warns_of_nothing():
     loss, model = inside("equinox")
     half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
@@ -249,6 +254,7 @@ def program_of(name, loss, policy):
     return jax.jit(run).lower(model, X).as_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MOST)
 def test_a_map_runs_the_program_that_applies_it_by_hand(name):
     loss, by_hand, _, policy = case_of(name)
@@ -259,6 +265,7 @@ def test_a_map_runs_the_program_that_applies_it_by_hand(name):
         assert program_of(name, by_hand, policy) == text
 
 
+@pytest.mark.thorough
 def test_class_policies_of_haiku_cast():
     transformed = hk.transform(lambda x: hk.Linear(1, with_bias=False)(x))
     params = {"linear": {"w": jnp.ones((3, 1))}}
@@ -290,6 +297,7 @@ def test_one_warning_where_nothing_casts(policy, make, jit):
         (jax.jit(step) if jit else step)(PARAMS, X)
 
 
+@pytest.mark.thorough
 def test_each_function_warns_for_itself():
     """What cast in one function, or failed there, says nothing of another under the same map."""
     loss, _, model, _ = case_of("haiku")
@@ -312,6 +320,7 @@ def test_each_function_warns_for_itself():
         jmpx.filter_grad(lambda p, x: cast(p, x).astype(F32), NO_SCALE, policy=RULES)(PARAMS, X)
 
 
+@pytest.mark.thorough
 def test_a_policy_casts_as_ever_and_asks_for_nothing_inside():
     seen = []
 
@@ -328,6 +337,7 @@ def test_a_policy_casts_as_ever_and_asks_for_nothing_inside():
     assert seen[-1] == F32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MOST)
 def test_a_jitted_function_that_is_not_traced_again(name):
     loss, _, model, policy = case_of(name)
@@ -398,6 +408,7 @@ def mean_square(w, x):
     return jnp.mean((x @ w).astype(F32) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:The gradient function computes in float16:UserWarning")
 @pytest.mark.parametrize(("policy", "jit"), [("c=f16", True), ("16-mixed", False), (F16, False)])
 def test_float16_without_a_loss_scale(policy, jit, rng):
@@ -412,6 +423,7 @@ def test_float16_without_a_loss_scale(policy, jit, rng):
     make(jmpx.DynamicLossScale(2.0**10))(*arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:The gradient function computes in float16:UserWarning")
 def test_which_policies_need_a_scale(rng):
     arguments = normal(rng, 3, 2), normal(rng, 4, 3)

@@ -155,6 +155,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@pytest.mark.thorough
 def test_models_with_leaves_of_every_kind(rng):
     others = {"activation": jnp.tanh, "name": "model", "none": None, "rate": 0.5}
     keys = {"new key": jax.random.key(0), "old key": jax.random.PRNGKey(0)}

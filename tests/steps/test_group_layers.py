@@ -293,6 +293,7 @@ def collectives_of(way, how, policy, shards):
     return found["gathers"], found["sums"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("way", "how", "policy"),

@@ -142,6 +142,7 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(reduce, divisor, rng):
     np.testing.assert_allclose(exact, np.asarray(x, np.float64).mean(0), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("compute", "reduce"), [("c=f16", None), ("c=bf16", "bfloat16")])
 def test_the_mean_is_that_of_a_loop_over_the_groups(compute, reduce, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)

@@ -139,6 +139,7 @@ def nested_loss(params, batch, key, noise=0.0, *, shift):
     return jnp.mean(hidden**2) + noise * jax.random.uniform(key).astype(hidden.dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("argnums", "as_array"), [(None, np.asarray), (-3, jnp.asarray), ([1], np.asarray)]
 )
@@ -379,6 +380,7 @@ def test_memory_of_activations_is_that_of_one():
     assert sixteen < four
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "reduce"), [("shard_map", "bf16"), ("sharding", "f32")])
 def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     params, x = make_params(rng), normal(rng, 16, 6)

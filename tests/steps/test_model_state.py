@@ -103,6 +103,7 @@ def test_without_a_scale_nothing_is_added(rng):
     assert_same_bits(scaled, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", ["gradient function", "view"])
 def test_variables_of_nnx_come_back_and_random_counters_go_on(by, rng):
     model = make(rng)

@@ -274,6 +274,7 @@ def test_a_cond_holds_all_of_the_optimizer(way, skip, rng):
     assert "sqrt" in str(jaxpr)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "skip"), [("wrapped", "cond"), ("counting", "where")])
 def test_steps_in_a_scan_and_under_vmap(way, skip, rng):
     optimizer, step = make_step(way, skip)

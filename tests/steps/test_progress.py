@@ -69,6 +69,7 @@ LEAVES = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(leaves=LEAVES)
 def test_it_agrees_with_all_finite(leaves):

@@ -327,6 +327,7 @@ def second_moments(optimizer, grads, steps):
     return run(optimizer.init(params))
 
 
+@pytest.mark.thorough
 def test_moments_of_random_gradients_have_the_error_of_the_docs(rng):
     grads = normal(rng, 200, 500)
     exact = np.asarray(second_moments(ADAM, grads, 2000)[0].nu, np.float64)
@@ -451,6 +452,7 @@ def test_shapes():
     assert empty.shape == (0, 3)
 
 
+@pytest.mark.thorough
 def test_modules_are_split_and_merged(key):
     layers = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     for tree in (eqx.nn.MLP(2, 2, 4, 0, key=key), nnx.state(nnx.Sequential(*layers))):

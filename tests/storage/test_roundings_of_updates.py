@@ -112,6 +112,7 @@ def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, 
 # Keys and devices
 
 
+@pytest.mark.thorough
 def test_a_key_gives_the_same_bits_and_another_key_others(key, rng):
     values = normal(rng, 100)
     tree = {"a": values, "b": None, "c": [values]}
@@ -127,6 +128,7 @@ def test_a_key_gives_the_same_bits_and_another_key_others(key, rng):
     assert stochastic_round(values, F16, jax.random.key(0, impl="rbg")).dtype == F16
 
 
+@pytest.mark.thorough
 def test_replicas_and_shards_are_rounded_as_one_array_is(key, rng):
     values, mesh = normal(rng, 16, 8), mesh_of(8)
     expected = stochastic_round(values, BF16, key)
@@ -138,6 +140,7 @@ def test_replicas_and_shards_are_rounded_as_one_array_is(key, rng):
             np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
+@pytest.mark.thorough
 def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(key):
     values = jnp.full(64, 1 + 2.0**-8)
 
@@ -154,6 +157,7 @@ def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(
     assert len({each.tobytes() for each in np.asarray(shards).reshape(8, -1)}) == 8
 
 
+@pytest.mark.thorough
 def test_vmap_and_donated_buffers(key, rng):
     values, keys = normal(rng, 2, 20), jax.random.split(key, 2)
     func = lambda x, key: stochastic_round(x, E5M2, key)  # noqa: E731
