@@ -28,7 +28,7 @@ from jmpx._policies.frameworks import imported_adapters
 P = "c=bf16,o=f32; */norm?: full"
 OTHER = "c=f16,o=f16"
 KEY = jax.random.key(0)
-X = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
+X: Any = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
 POLICIES = {"haiku": jmpx.haiku.policies, "linen": jmpx.flax.policies}
 both = pytest.mark.parametrize("framework", POLICIES)
 
@@ -74,7 +74,7 @@ def init(framework):
     return lambda x: hk.transform(lambda x: zoo.HaikuNet(block)(x)).init(KEY, x)
 
 
-def runs(framework, context=contextlib.nullcontext):
+def runs(framework, context: Any = contextlib.nullcontext):
     """Returns a function of parameters and inputs, in which the block enters a context."""
 
     def run(*args):

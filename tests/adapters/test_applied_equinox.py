@@ -94,7 +94,7 @@ def program_of(function, model, *args):
     return program(on_arrays, params, *args)
 
 
-def assert_is_view(applied, of_view, model=NET, x=X, rules=RULES):
+def assert_is_view(applied, of_view, model: Any = NET, x=X, rules=RULES):
     """Holds a function of a model to have the program of another function of the model's view."""
     found = program_of(applied, model, x)
     assert found == program_of(lambda model, x: of_view(with_policies(model, rules), x), model, x)

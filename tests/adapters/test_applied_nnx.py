@@ -1,6 +1,7 @@
 """Models of NNX under `by=modules`: the models among the arguments run as views of themselves."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,14 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import BF16, F32, assert_same_bits, normal, zoo
+from helpers import BF16, F32, assert_same_bits, nnx_net, normal, zoo
 from helpers.jaxprs import LOW, dots
-from helpers.nnx_net import Small, assert_same_state, linear, make, pure, squares, state_of
+from helpers.nnx_net import Small, assert_same_state, linear, pure, squares, state_of
 
 import jmpx
 import jmpx.flax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+make: Any = nnx_net.make
 
 RULES = "c=bf16,o=f32; BatchNorm: full"
 MIXED = "c=bf16,o=f32"
@@ -91,7 +94,7 @@ def program(loss_fn, policy, **options):
         vars(model).pop("between", None)  # is set on a view alone
         return grads.value, grads.grads, nnx.state(model)
 
-    run, state = pure(run, make(np.random.default_rng(0)))
+    run, state = pure(run, make(np.random.default_rng(0)))  # pyright: ignore[reportAssignmentType]
     return jax.jit(run).lower(state, X).as_text()
 
 
@@ -148,7 +151,7 @@ def test_transforms(name, place):
         assert type(model.first) is nnx.Linear and model.first.kernel.dtype == F32
         return loss, nnx.state(model)
 
-    run, state = pure(run, plain())
+    run, state = pure(run, plain())  # pyright: ignore[reportAssignmentType]
     assert set(dots(run, state)) == {LOW}
 
 
@@ -177,7 +180,7 @@ def test_gradients_taken_inside_can_be_handed_back():
         grads.last.kernel[...] = jnp.zeros((8, 2), BF16)  # no hook of jmpx is left
         return grads.first.kernel[...]
 
-    run, state = pure(run, plain())
+    run, state = pure(run, plain())  # pyright: ignore[reportAssignmentType]
     assert jax.eval_shape(run, state).dtype == BF16
 
 
@@ -305,7 +308,7 @@ def test_tied_weights_of_two_policies():
         assert model.head.kernel is model.embed.embedding
         return grads
 
-    run, state = pure(run, Tied())
+    run, state = pure(run, Tied())  # pyright: ignore[reportAssignmentType]
     jax.eval_shape(run, state)
 
 

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -298,7 +299,7 @@ def in_linen(router, x):
     def call_it(router, x, _=None):
         return router(x), None
 
-    once = {"split_rngs": {"params": False}}
+    once: dict[str, Any] = {"split_rngs": {"params": False}}
     for lift in (nn.remat, nn.jit, lambda f: f):
         x = lift(call_it)(router, x)[0]
     x = nn.scan(call_it, variable_broadcast="params", length=2, **once)(router, x, None)[0]

@@ -1,6 +1,7 @@
 """NNX objects keep their state through autocast and gradients, as through NNX's transformations."""
 
 import functools
+from typing import Any
 
 import flax.errors
 import jax
@@ -9,14 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import BF16, F16, F32, assert_same_bits, normal
-from helpers.nnx_net import Small, assert_same_state, linear, make, pure, squares, state_of
+from helpers import BF16, F16, F32, assert_same_bits, nnx_net, normal
+from helpers.nnx_net import Small, assert_same_state, linear, pure, squares, state_of
 
 import jmpx
 import jmpx.flax
 import jmpx.mpx as mpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+make: Any = nnx_net.make
 
 X = normal(np.random.default_rng(0), 6, 3)
 
@@ -120,7 +123,7 @@ def test_other_objects_among_the_arguments_and_results(rng):
         count[...] += 1
         return {"same": model, "part": model.inner, "new": nnx.Param(y), "y": y}
 
-    out = full(step)(model, *objects, X)
+    out = full(step)(model, *objects, X)  # pyright: ignore[reportCallIssue]
     metric, rngs, count = objects
     assert int(count[...]) == int(rngs.default.count[...]) == 1
     np.testing.assert_allclose(metric.compute(), out["y"].mean(), rtol=1e-6)

@@ -201,7 +201,7 @@ def test_a_scan_over_stacked_layers_keeps_its_carry_and_its_state(log):
         return jmpx.flax.with_policies(model, MIXED)(X), model.layers.norm.mean[...]
 
     model = Model(call, layers=nnx.vmap(Step)(jax.random.split(jax.random.key(0), 3)))
-    run, state = pure(run, model)
+    run, state = pure(run, model)  # pyright: ignore[reportAssignmentType]
     y, mean = jax.jit(run)(state)
     assert set(log) == {seen("w", BF16), "bfloat16"} and y.dtype == F32
     assert mean.shape == (3, 4) and mean.dtype == F32 and (mean != 0).any()

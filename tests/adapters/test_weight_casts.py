@@ -41,7 +41,7 @@ def rematerialized(linear, x):
 def table_of(m, embed):
     """Returns the parameter of a layer, read from outside of it."""
     if isinstance(embed, hk.Module):
-        return embed.embeddings
+        return embed.embeddings  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(embed, nn.Module):
         return embed.embedding
     layer = m.get("embed", None)
@@ -133,7 +133,8 @@ def assert_cast_once(net, apply):
     leaves, structure = jax.tree.flatten(model)
     jaxpr = trace(lambda leaves: apply(structure.unflatten(leaves), X), leaves)
     # A cast of another trace would be a constant of this one.
-    assert not any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts)
+    tracer = jax.core.Tracer  # pyright: ignore[reportAttributeAccessIssue]
+    assert not any(isinstance(const, tracer) for const in jaxpr.consts)
     casts = Casts()
     casts.read(
         jaxpr,

@@ -285,7 +285,7 @@ def _over_rows(layer, ndim=1):
 
 
 class _Equinox(_Made):
-    def __init__(self, get, key=None):
+    def __init__(self, get: Any, key=None):
         super().__init__((lambda name, make: get(name)) if key is None else get, key)
 
     def linear(self, name, width):
