@@ -397,7 +397,8 @@ def test_predictions_meet_targets_in_float32(args, name):
     assert_ran(whole, *args, dot_general="bfloat16", sub="float32")
     if name in ("while", "custom_jvp"):
         transform = (lambda f: f) if name == "while" else jax.grad
-        assert_near(*values(args, transform(whole), transform(WHOLE_LOSSES[name])), 8e-2)
+        found, expected = values(args, transform(whole), transform(WHOLE_LOSSES[name]))
+        assert_near(found, expected, 8e-2)
 
 
 def attention(w, x, mask):

@@ -116,7 +116,7 @@ def dtypes_of_operations(fn, *args):
 
 # Else XLA:CPU keeps a result of 16 bits in float32 where it fuses what reads it, and where that is
 # depends on what is computed again.
-EXACT = {"xla_allow_excess_precision": False}
+EXACT: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
 @pytest.mark.thorough

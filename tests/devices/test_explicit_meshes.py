@@ -1,6 +1,7 @@
 """Meshes whose axes are `Explicit`, as `jax.make_mesh` makes them, in place of `Auto` ones."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,8 @@ def gradients(policy="c=f32", **options):
 
 def step(optimizer, to_stored=lambda params: params):
     def run(params, x, y):
-        stored, options = to_stored(params), {"policy": "c=f32", "grad_dtype": "float32"}
+        stored = to_stored(params)
+        options: Any = {"policy": "c=f32", "grad_dtype": "float32"}
         found = jmpx.filter_grad(loss_fn, jmpx.DynamicLossScale(8.0), **options)(stored, x, y)
         state = optimizer.init(stored)
         return jmpx.optimizer_update(stored, optimizer, state, found.grads, found.grads_finite)

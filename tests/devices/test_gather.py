@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ AXES = {"rows": 0, "columns": -1, "whole": None}
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
 
 
-def gather(tree, policy="c=bf16", **options):
+def gather(tree, policy: Any = "c=bf16", **options):
     return jmpx.distributed.gather(tree, AXIS, policy, **options)
 
 
@@ -255,7 +256,7 @@ def test_a_checkpoint_gathers_again_in_the_backward_pass(wrap, gathers, rng):
 
 def test_over_several_axes(rng):
     w, x = normal(rng, DEVICES, 2, 3), normal(rng, DEVICES, 5, 2 * DEVICES)
-    names = ("slow", "fast")
+    names: Any = ("slow", "fast")
 
     def run(w, x):
         return jnp.sum(jnp.tanh(x @ jmpx.distributed.gather(w, names, "c=f32,r=f16")))

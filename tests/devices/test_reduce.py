@@ -1,6 +1,7 @@
 """`reduce=` of a policy: the dtype in which the gradient functions sum gradients over devices."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def with_reduce(reduce, rest="c=f32"):
     return rest if reduce is None else f"{rest},reduce={reduce}"
 
 
-def axes_of(how):
+def axes_of(how) -> Any:
     return AXES if how == "two axes" else AXIS
 
 

@@ -1,6 +1,6 @@
 """Which parameters the gradient functions take for shards, and which for replicas."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -242,13 +242,13 @@ def picked(w, x):
 class Use(NamedTuple):
     """A loss on each device, what its weight is, and the same loss on one device."""
 
-    loss: object
+    loss: Any
     is_split: bool  # or each device has a copy
     right: tuple  # what a mask may say of the weight
     wrong: bool | None = (
         None  # what is seen to be wrong; what JAX does not track may be an own part
     )
-    whole: object = square
+    whole: Any = square
 
 
 USES = {

@@ -1,6 +1,7 @@
 """Sharded parameters: the gradients of the mean loss, and one decision on all devices."""
 
 import re
+from typing import Any
 
 import compiled_step
 import jax
@@ -212,7 +213,8 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
 
 
 def on_two_axes(grad_fn, names, specs, spec, vma=True):
-    outs = jmpx.types.ValueAndGradients(P(), P(), P(), specs)
+    whole: Any = P()
+    outs = jmpx.types.ValueAndGradients(whole, whole, whole, specs)
     options = {"in_specs": (specs, spec), "out_specs": outs, "check_vma": vma}
     sizes = (2, 4) if "fsdp" in names else (2, 2)
     return jax.jit(jax.shard_map(grad_fn, mesh=mesh_of(*sizes, names=names), **options))
@@ -262,8 +264,8 @@ def test_a_sum_in_float16_has_room_for_shards():
 def test_of_several_untracked_axes_a_gather_says_which(rng):
     params, batch = normal(rng, 8, 4), normal(rng, 2, 4, 3, 8)
     square = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
-    loss, options = lambda w, x: square(gather(w, "fsdp"), x), {"over": jmpx.Over(BOTH, True)}
-    grad_fn = jmpx.filter_grad(loss, SCALE, policy="full", **options)
+    loss = lambda w, x: square(gather(w, "fsdp"), x)  # noqa: E731
+    grad_fn = jmpx.filter_grad(loss, SCALE, policy="full", over=jmpx.Over(BOTH, True))
     inner = jax.vmap(grad_fn, axis_name="fsdp")
     run = jax.jit(jax.vmap(inner, in_axes=(None, 0), axis_name="data"))
     expected = jax.jit(jax.grad(square))(params, batch.reshape(24, 8))

@@ -1,5 +1,7 @@
 """A float32 model with a part in float64, in each framework, where JAX has 64-bit types."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +33,9 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
     policy = jmpx.get_policy_map(net.words(MAP))
     leaves = {leaf.shape: leaf for leaf in jax.tree.leaves(arrays)}
     first = leaves[(2, 3)].T if framework == "equinox" else leaves[(3, 2)]
+    wide: Any = np.float64(x)
     first, bias, second = (np.float64(w) for w in (first, leaves[(2,)], leaves[(2, 2)]))
-    exact = (np.float64(x) @ first + bias) @ second
+    exact = (wide @ first + bias) @ second
 
     def loss_fn(arrays, x):
         y = net.under(policy)(whole(arrays), x)
@@ -49,8 +52,8 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
     assert {leaf.dtype.name for leaf in found.values()} == {"float32"}
     ones = np.ones((4, 2))
     of_first = found[(2, 3)].T if framework == "equinox" else found[(3, 2)]
-    np.testing.assert_allclose(of_first, np.float64(x).T @ ones @ second.T, atol=1e-4)
-    of_second = (np.float64(x) @ first + bias).T @ ones
+    np.testing.assert_allclose(of_first, wide.T @ ones @ second.T, atol=1e-4)
+    of_second = (wide @ first + bias).T @ ones
     np.testing.assert_allclose(found[(2, 2)], of_second, atol=1e-4)
     in_float32 = exact.astype(np.float32) + np.float32(LARGE) - np.float32(LARGE)
     assert not np.allclose(in_float32, exact, atol=0.1)  # it could fail

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from typing import Any
 
 import equinox as eqx
 import haiku as hk
@@ -160,11 +161,12 @@ def test_pushing_inside_a_method_of_the_class_is_refused_as_haiku_does():
         hk.transform(lambda x: Inside()(x)).apply({}, None, jnp.ones(2))
 
 
+MAP: Any = jmpx.get_policy_map("c=bf16")
 BAD = [
     lambda: jmpx.set_policy(hk.Linear, None),  # pyright: ignore[reportArgumentType]
     lambda: jmpx.set_policy(hk.Linear, "f17"),
     lambda: jmpx.set_policy(hk.Linear, "c=bf16; BatchNorm: full"),
-    lambda: jmpx.set_policy(Plain, jmpx.get_policy_map("c=bf16")),
+    lambda: jmpx.set_policy(Plain, MAP),
     lambda: jmpx.push_policy(Plain, "f17").__enter__(),
 ]
 

@@ -36,7 +36,8 @@ async def refused_meanwhile(kind, act):
         finally:
             leave.set()
 
-    return await asyncio.gather(holds(*CONTEXTS[kind], entered, leave), acts())
+    make, run = CONTEXTS[kind]
+    return await asyncio.gather(holds(make, run, entered, leave), acts())
 
 
 KINDS = list(CONTEXTS)

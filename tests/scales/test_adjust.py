@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ def test_a_compiled_step_adjusts_to_the_bits_of_an_eager_one(has_backoff, rng):
 def test_adjust_takes_every_kind_of_bool_and_nothing_else():
     for finite in (True, np.bool_(True), np.array(True), jnp.array(True)):
         assert int(jmpx.DynamicLossScale().adjust(finite).counter) == 1
-    for finite in (1, 1.0, None, jnp.ones(2, bool), jnp.float32(1)):
+    wrong: Any = (1, 1.0, None, jnp.ones(2, bool), jnp.float32(1))
+    for finite in wrong:
         with pytest.raises(TypeError, match="Expected grads_finite to be a scalar bool"):
             jmpx.DynamicLossScale().adjust(finite)
 

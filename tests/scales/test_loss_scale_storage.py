@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import textwrap
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -214,8 +215,8 @@ def test_flax_saves_and_restores_a_state_with_a_loss_scale(name):
         apply_fn=None, params={"w": jnp.ones(3)}, tx=optimizer, scaling={"both": (saved, saved)}
     )
     target = state.replace(scaling={"both": (template, template)})  # pyright: ignore[reportAttributeAccessIssue]
-    as_bytes = serialization.from_bytes(target, serialization.to_bytes(state))
-    as_dict = serialization.from_state_dict(target, serialization.to_state_dict(state))
+    as_bytes: Any = serialization.from_bytes(target, serialization.to_bytes(state))
+    as_dict: Any = serialization.from_state_dict(target, serialization.to_state_dict(state))
     for there in (*as_bytes.scaling["both"], *as_dict.scaling["both"]):
         assert type(there) is type(saved)
         if isinstance(saved, Dynamic):

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,7 +108,8 @@ def test_powers_are_those_of_python(base, power):
     # Python reads -2**2 as -(2**2); what has no value in range is no scale.
     read = f"dynamic, init={text}, min=0, max={text}"
     if base >= 0 and LEAST_SCALE <= expected <= LARGEST_SCALE:
-        assert jmpx.get_loss_scale(read).max_loss_scale == float(base) ** power
+        scale: Any = jmpx.get_loss_scale(read)
+        assert scale.max_loss_scale == float(base) ** power
     else:
         with pytest.raises(ValueError, match="Expected the number|Expected '"):
             jmpx.get_loss_scale(read)

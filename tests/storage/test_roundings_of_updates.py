@@ -1,6 +1,7 @@
 """`stochastic_round`, and `update_report`, which tells what rounding to the nearest loses."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -149,8 +150,8 @@ def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(
         rounded = stochastic_round(replica, BF16, key)
         return rounded, rounded[None], stochastic_round(shard, BF16, own)
 
-    specs = {"in_specs": (P(), P("data"), P()), "out_specs": (P(), P("data"), P("data"))}
-    func = jax.shard_map(per_device, mesh=mesh_of(8), **specs)
+    ins, outs = (P(), P("data"), P()), (P(), P("data"), P("data"))
+    func = jax.shard_map(per_device, mesh=mesh_of(8), in_specs=ins, out_specs=outs)
     replica, copies, shards = jax.jit(func)(values, jnp.tile(values, 8), key)
     np.testing.assert_array_equal(replica, stochastic_round(values, BF16, key))
     np.testing.assert_array_equal(copies, np.tile(replica, (8, 1)))
@@ -294,7 +295,7 @@ def test_devices_add_their_counts_up(rng):
     params, updates = normal(rng, 16, 4), normal(rng, 16, 4) / 500
     whole = jax.jit(update_report)(params, updates)
     total = lambda p, u: jax.lax.psum(update_report(p, u), "data")  # noqa: E731
-    specs = {"in_specs": P("data"), "out_specs": P()}
+    specs: Any = {"in_specs": P("data"), "out_specs": P()}
     added = jax.jit(jax.shard_map(total, mesh=mesh_of(8), **specs))(params, updates)
     assert counts_of(added.updates[""]) == counts_of(whole.updates[""])
     assert str(added) == str(whole)
