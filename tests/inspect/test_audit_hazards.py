@@ -3,6 +3,8 @@
 Each is found once, on its line, with a rule that mends it; what is alike and no hazard is not.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -117,7 +119,7 @@ PLANTS = {
 }
 
 
-def all_plants(x):
+def all_plants(x) -> Any:
     return sum(plant(x) for plant in PLANTS)
 
 
@@ -184,7 +186,7 @@ def gathered(x):
     def gather(x):
         return lax.all_gather(x, "data", tiled=True)
 
-    specs = {"in_specs": P("data"), "out_specs": P()}
+    specs: dict[str, Any] = {"in_specs": P("data"), "out_specs": P()}
     # The gradient of a gather is a sum.
     return jax.shard_map(gather, mesh=mesh(), check_vma=False, **specs)(lax.stop_gradient(x))
 
@@ -403,7 +405,7 @@ def test_the_rule_for_a_collective_mends_it():
             result = step(w, x)
             return result.value, result.grads
 
-        specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+        specs: dict[str, Any] = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
         step = jax.shard_map(local, mesh=mesh(), check_vma=False, **specs)
         return hazards(step, shape(3, 2), shape(4, 3))
 

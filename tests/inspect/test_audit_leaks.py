@@ -441,6 +441,7 @@ def test_severity_goes_by_shares(rows, severity):
     share = 2 * 16**3 / sum(each.flops for each in report.products)
     assert {"high": share > 0.01, "medium": 0.001 < share < 0.01, "low": share < 0.001}[severity]
     (finding,) = (f for f in report.findings if f.name in ("float32-product", "mixed-product"))
+    assert finding.place is not None
     assert (finding.severity, finding.place.line) == (severity, line_of(loss))
 
 
@@ -455,6 +456,7 @@ def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
 
     report = jmpx.inspect.audit(loss)(BF16_W, BF16_X)
     (finding,) = report.findings
+    assert finding.place is not None and finding.place.caller is not None
     assert (finding.place.file, finding.place.line) == (str(file), 2)
     assert finding.place.caller.line == line_of(loss)
     text = f"somebody{os.sep}layers.py:2 (scaled), called at {finding.place.caller}"

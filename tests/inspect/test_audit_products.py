@@ -141,7 +141,7 @@ def experts(w, x):
     return jnp.einsum("ebf,efd->ebd", jax.nn.softplus(h), w)
 
 
-def unfused(fn, policy, platform="gpu"):
+def unfused(fn, policy, platform: str | None = "gpu"):
     loss = lambda w, x: jnp.square(fn(w, x).astype(jnp.float32)).sum()  # noqa: E731
     run = jmpx.apply_policy(loss, policy) if policy else loss
     names = ("unfused-attention",)

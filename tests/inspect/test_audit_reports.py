@@ -27,6 +27,7 @@ def leaky(w, x):
 
 REAL = jmpx.inspect.audit(leaky)(shape(3, 3), shape(3, 3))
 Finding, Products = type(REAL.findings[0]), type(REAL.products[0])
+assert REAL.findings[0].place is not None
 Cast, Scope, Place = type(REAL.casts[0]), type(REAL.scopes[0]), type(REAL.findings[0].place)
 SEVERITIES = ("high", "medium", "low")
 

@@ -2,6 +2,7 @@
 
 import re
 import string
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -282,7 +283,8 @@ def test_a_rule_under_which_a_program_cannot_be_traced_is_not_printed():
 def test_transformers_of_16_bits_have_rounded_logits_alone(cls, dtype, policy, rng):
     is_scanned = dtype == BF16 or "scan" in (policy or "")
     sizes = {"layers": 2, "width": 16, "heads": 2, "hidden": 32, "classes": 10}
-    image, batch = ({"image": 8}, (2,)) if cls is ViT else ({}, (2, 5))
+    image: dict[str, Any] = {"image": 8} if cls is ViT else {}
+    batch = (2,) if cls is ViT else (2, 5)
     model = cls(**sizes, **image, scanned=is_scanned, islands=policy is None)
     args = jmpx.cast_tree((model.init(rng), *model.batch(rng, *batch)), dtype)
     findings = found(jmpx.autocast(model.loss, policy) if policy else model.loss, *args)

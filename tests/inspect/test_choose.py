@@ -35,7 +35,8 @@ def test_the_strings_have_the_errors_and_the_memory_of_their_own_runs():
     assert len(choice.rows) <= 8
     assert choice.policy.startswith(POLICY)
     assert "*/distance: full" in choice.policy
-    for row in (choice.rows[0], choice.chosen):
+    assert choice.chosen is not None
+    for row in (choice.rows[0], choice.chosen):  # pyright: ignore[reportGeneralTypeIssues]
         found = jmpx.inspect.blame(loss_of_scopes, row.policy)(*batches)
         assert row.error == pytest.approx(found.error, rel=1e-5)
     policies, memory = zip(*((row.policy, row.memory) for row in choice.rows), strict=True)

@@ -63,7 +63,7 @@ def one_token(params, caches, x, place):
             old, new.astype(old.dtype), place, 1
         )
         after.append([place_in(*pair) for pair in pairs])
-        return mixed(q, *after[-1], jnp.arange(LENGTH) <= place)
+        return mixed(q, *after[-1], seen=jnp.arange(LENGTH) <= place)
 
     for i in range(LAYERS):
         x = layer(params, i, x, attend)
@@ -116,7 +116,7 @@ def test_a_sampler_with_a_cache_is_paired_token_by_token():
     assert {each.scope for each in report.unpaired} <= {
         f"layer_{i}{inside}" for i in range(LAYERS) for inside in ("", "/attend")
     }
-    assert report.log_probabilities.is_distribution
+    assert report.log_probabilities is not None and report.log_probabilities.is_distribution
     assert abs(report.log_probabilities.kl) < 1e-7
 
 
@@ -128,6 +128,7 @@ def test_16_bits_differ_as_they_are_written():
     assert row.error == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert row.in_float32 < 1e-5
     expected = np.mean(np.sum(np.exp(old) * (old - new), axis=-1))
+    assert report.log_probabilities is not None
     assert report.log_probabilities.kl == pytest.approx(expected, rel=1e-2, abs=1e-7)
 
 
@@ -140,8 +141,9 @@ def test_float32_against_a_policy():
     assert all(row.in_float32 < 1e-6 for row in report.rows)
     dtypes = {row.scope: row.dtypes for row in report.rows}
     assert dtypes["layer_0"] == ("float32", "bfloat16")
-    assert report.first(at_most=1e-4).scope == report.rows[0].scope
-    place = report.rows[-1].place
+    first, place = report.first(at_most=1e-4), report.rows[-1].place
+    assert first is not None and first.scope == report.rows[0].scope
+    assert place is not None
     assert place.file == __file__ and place.function == "head"
 
 
@@ -221,6 +223,7 @@ def test_chosen_log_probabilities_have_the_estimate_k3(rng):
 
     ways = chosen, low(chosen)
     found = compare(*ways)(*given()).log_probabilities
+    assert found is not None
     old, new = map(as_written, ways)
     d = new - old
     assert (found.size, found.is_distribution) == (d.size, False)
@@ -245,6 +248,7 @@ def test_what_one_function_cannot_choose_is_infinitely_far(is_whole):
         scores = np.array([[0.5, second, -np.inf], [2.0, 0.0, 1.0]], np.float32)
         report = compare(exact, cut)(scores)
         found = report.log_probabilities
+        assert found is not None
         assert (found.kl, found.rms, found.is_distribution) == (kl, kl, is_whole)
         json.loads(report.to_json(), parse_constant=pytest.fail)  # no NaN or Infinity
 
@@ -252,6 +256,7 @@ def test_what_one_function_cannot_choose_is_infinitely_far(is_whole):
 def test_it_is_printed_written_and_checked():
     report = in_16_bits()
     text, first = str(report), report.first()
+    assert first is not None
     assert text.startswith("Comparison of full and scanned: ")
     assert f"First beyond 1e-05: {first.scope}, " in text and str(first.place) in text
     assert f"Log-probabilities, {BATCH * LENGTH * WIDTH} numbers: rms " in text

@@ -173,7 +173,7 @@ def peak(program):
 @pytest.mark.thorough
 def test_peaks_are_those_of_a_direct_compilation(asked):
     ways = {(): lambda policy: (step_under(policy), shapes()), (0, 1): make_step}
-    reports = {donated: plan(way) for donated, way in ways.items()}
+    reports: dict[Any, Any] = {donated: plan(way) for donated, way in ways.items()}
     for donated, report in reports.items():
         direct = compiled(step_under(POLICIES[1]), shapes(), donated)
         assert report.rows[0].peak == peak(direct)

@@ -227,7 +227,7 @@ def test_the_loss_scale_leaves_head_room(largest, options, scale):
     said = "A loss that is itself computed in float16 takes dynamic,init=32768."
     assert (said in str(found)) == (found.loss_scale() > 2**15)
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        found.loss_scale(1.5)
+        found.loss_scale(1.5)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def mapped(fn, spec=ROWS, out=None, mesh=MESH):
+def mapped(fn, spec: Any = ROWS, out: Any = None, mesh=MESH):
     out = spec if out is None else out
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
 
