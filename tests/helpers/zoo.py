@@ -75,8 +75,7 @@ class Net(NamedTuple):
         return functools.reduce(lambda t, n: t.replace(f"<{n[0]}>", n[1]), self._names(), text)
 
     def _names(self):
-        own = {"haiku": "Haiku", "linen": "Linen", "nnx": "NNX", "equinox": "Equinox"}
-        name = own[self.framework]
+        name = "NNX" if self.framework == "nnx" else self.framework.title()
         linear = "Dense" if self.framework == "linen" else "Linear"
         root = f"{name.lower()}_net/" if self.framework == "haiku" else ""
         return {
@@ -183,7 +182,7 @@ def _linen(body, key, args):
 class _Made:
     """Gets the layers of a module; the first call makes them."""
 
-    def __init__(self, get: Callable[[str, Callable[[], Any]], Any], key):
+    def __init__(self, get: Callable[[str, Callable[[], Any]], Any], key=None):
         self.get, self.keys = get, iter(jax.random.split(key, 64)) if key is not None else None
 
     @property
@@ -248,7 +247,7 @@ class EquinoxNet(eqx.Module):
     body: Body = eqx.field(static=True)
 
     def __call__(self, *args):
-        return self.body(_Equinox(functools.partial(getattr, self)), *args)
+        return self.body(_Equinox(lambda name, make: getattr(self, name)), *args)
 
 
 class EquinoxInner(EquinoxNet):
@@ -268,7 +267,7 @@ def _equinox_module(base, body, key, args):
             layers[name] = make()
         return layers[name]
 
-    body(_Equinox(lambda name, make: get(name, make), key), *args)
+    body(_Equinox(get, key), *args)
     return _with_fields(base, tuple(layers))(body, **layers)
 
 
@@ -285,17 +284,13 @@ def _over_rows(layer, ndim=1):
 
 
 class _Equinox(_Made):
-    def __init__(self, get: Any, key=None):
-        super().__init__((lambda name, make: get(name)) if key is None else get, key)
-
     def linear(self, name, width):
         make = lambda x: eqx.nn.Linear(x.shape[-1], width, key=self.key)  # noqa: E731
         return lambda x: _over_rows(lambda: self.get(name, lambda: make(x)))(x)
 
     def norm(self, name):
-        return lambda x: _over_rows(lambda: self.get(name, lambda: eqx.nn.LayerNorm(x.shape[-1])))(
-            x
-        )
+        make = lambda x: eqx.nn.LayerNorm(x.shape[-1])  # noqa: E731
+        return lambda x: _over_rows(lambda: self.get(name, lambda: make(x)))(x)
 
     def conv(self, name, features, size=3):
         def apply(x):  # channels last, as in the other frameworks
@@ -380,20 +375,3 @@ def normed(m, x):
     x = m.linear("first", 4)(x)
     x = x + m.linear("down", 4)(jax.nn.gelu(m.linear("up", 8)(m.norm("norm")(x))))
     return m.linear("head", 7)(x)
-
-
-def convnet(m, x):
-    x = jax.nn.relu(m.conv("first", 4)(x))
-    return m.linear("head", 7)(x.mean((-3, -2)))
-
-
-def language_model(m, ids):
-    x = m.embed("embed", 11, 4)(ids)
-    return m.linear("head", 11)(m.norm("norm")(x))
-
-
-def attention(m, x):
-    """One head of attention around a residual, with float32 scores."""
-    q, k, v = (m.linear(name, 4)(x) for name in ("q", "k", "v"))
-    scores = jnp.einsum("...qd,...kd->...qk", q, k).astype(jnp.float32)
-    return m.linear("head", 7)(jax.nn.softmax(scores).astype(v.dtype) @ v)
