@@ -19,7 +19,6 @@ import os
 import random
 import sys
 import time
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +134,10 @@ def tests_of(room: str, file: str, line: int, data: Any) -> list[str]:
 
 
 def code_lines(room: str) -> int:
-    """The lines of a room that hold a token other than a comment or a docstring."""
-    count = 0
-    for file in (TREE / "jmpx" / room).rglob("*.py"):
-        skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
-        skipped |= {tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-        with file.open("rb") as lines:
-            tokens = [
-                each for each in tokenize.tokenize(lines.readline) if each.type not in skipped
-            ]
-        count += len({each.start[0] for each in tokens if not each.string.startswith('"""')})
-    return count
+    """Returns the number of lines of a room on which a statement begins."""
+    trees = [ast.parse(file.read_text()) for file in (TREE / "jmpx" / room).rglob("*.py")]
+    nodes = [[n for n in ast.walk(tree) if isinstance(n, ast.stmt)] for tree in trees]
+    return sum(len({node.lineno for node in found}) for found in nodes)
 
 
 def shares(total: int) -> dict[str, int]:
