@@ -223,6 +223,7 @@ UNTOUCHED = {
     "a convolution": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME", "highest"),
     "positions": lambda x: jnp.sin(jnp.einsum("i,j->ij", jnp.arange(4.0, dtype=F32), x[0])),
     "keys": lambda x: of_keys(jax.random.key(3)),
+    "old keys": lambda x: of_keys(jax.random.PRNGKey(3)),
     "fft": lambda x: jnp.abs(jnp.fft.rfft(x)),
 }
 
