@@ -200,10 +200,15 @@ def of_16_bits(x):
 
 
 def of_keys(key):
-    keys = jax.random.split(jax.random.fold_in(key, 7), 4)
+    keys = jax.random.split(jax.random.fold_in(key, 7), 7)
     return (
         jax.random.normal(keys[0], (3,)),
-        jax.random.gamma(keys[2], 2.0, (2,)),
+        jax.random.uniform(keys[1], (3,)),
+        jax.random.truncated_normal(keys[2], -1.0, 1.0, (3,)),
+        jax.random.bernoulli(keys[3], 0.3, (8,)),
+        jax.random.gamma(keys[4], 2.0, (2,)),
+        jax.random.permutation(keys[5], 8),
+        jax.random.categorical(keys[6], jnp.arange(3.0, dtype=F32)),
         jax.random.bits(key),
     )
 
