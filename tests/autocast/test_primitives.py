@@ -64,7 +64,7 @@ def test_tables_name_primitives_with_rules():
 
 def test_a_primitive_has_one_rule():
     with pytest.raises(ValueError, match="Two rules for the primitive 'exp'"):
-        rules.register("new_primitive", "exp")(promote)
+        rules.register("exp")(promote)
 
 
 double = Primitive("double-it")

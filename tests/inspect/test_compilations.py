@@ -55,7 +55,7 @@ def arguments(rng, layers=2):
 
 
 def test_a_step_that_is_made_anew_is_not_compiled_again(rng, compilations):
-    params, x = jax.block_until_ready(arguments(rng))
+    params, x = jax.block_until_ready(arguments(rng, 3))  # no other test has three layers
 
     def look(x, constant=1.0) -> Any:
         return jmpx.inspect.first_nonfinite(make_step(constant)[0])(params, x)
