@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal, warns_once
+from helpers import BF16, F16, F32, assert_same_bits, dtypes, enable_x64, normal, warns_once, zoo
 from helpers.autocast import assert_near, assert_ran, check, eleven, named, values
-from helpers.four_frameworks import FRAMEWORKS, X
 from helpers.jaxprs import FULL, LOW, dots, equations_of, trace
 from jax import lax
 from jax.experimental import pallas as pl
@@ -174,13 +173,14 @@ def test_what_is_near_is_found_inside_of_inner_functions():
 
 
 def test_a_class_in_a_function_that_jax_has_traced_before_is_no_unused_rule():
-    apply, model, _, _ = FRAMEWORKS["haiku"]
+    x = jnp.ones((2, 3))
+    _, apply, model = zoo.build("haiku", zoo.nested, x)
     jitted = jax.jit(apply)
-    used, unused = (jmpx.autocast(jitted, f"c=bf16; {of}: full") for of in ("HaikuBase", "*/iner"))
+    used, unused = (jmpx.autocast(jitted, f"c=bf16; {of}: full") for of in ("HaikuInner", "*/iner"))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="did you mean 'net/block/inner'"):
-            trace(unused, model, X)
-        trace(used, model, X)
+        with pytest.warns(UserWarning, match="did you mean 'haiku_net/block/inner'"):
+            trace(unused, model, x)
+        trace(used, model, x)
 
 
 # Products that stay float32 though autocast was to give them 16 bits.

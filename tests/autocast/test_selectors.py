@@ -1,5 +1,6 @@
 """One policy map string means the same under autocast as in the adapters of all frameworks."""
 
+import dataclasses
 import functools
 import threading
 import warnings
@@ -7,28 +8,12 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, warns_once
+from helpers import assert_same_bits, warns_once, zoo
 from helpers.autocast import assert_ran, dtypes_of
-from helpers.four_frameworks import (
-    ALL,
-    BATCH,
-    FRAMEWORKS,
-    HAIKU,
-    WIDTHS,
-    EquinoxBlock,
-    EquinoxLinear,
-    EquinoxNet,
-    NNXBlock,
-    NNXNet,
-    X,
-    assert_selected,
-    equinox_net,
-    in_words_of,
-    products,
-)
-from helpers.jaxprs import FULL, LOW, dots, equations_of, stacks, trace
+from helpers.jaxprs import FULL, LOW, dots, equations, equations_of, stacks, trace
 from jax import lax
 
 import jmpx
@@ -36,31 +21,57 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
+# The layers of `zoo.nested`. Each has other widths, so that the shapes of a product name its layer.
+WIDTHS = {"first": (3, 4), "inner": (4, 5), "outer": (5, 6), "head": (6, 7)}
+BATCH, ALL = 2, " ".join(WIDTHS)
+X = np.ones((BATCH, 3), np.float32)
+net_of = functools.cache(lambda framework: zoo.build(framework, zoo.nested, X))
+
+
+def products(f, *args):
+    """Returns, for each layer, the dtypes in which its products run, forward and backward."""
+    found = {}
+    for eqn in equations(trace(f, *args)):
+        if eqn.primitive.name != "dot_general":
+            continue
+        dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
+        (name,) = [name for name, widths in WIDTHS.items() if set(widths) == dims]
+        found.setdefault(name, set()).update(var.aval.dtype.name for var in eqn.invars)
+    assert set(found) == set(WIDTHS)
+    return found
+
+
+def assert_selected(found, full):
+    expected = {name: {"float32" if name in full else "bfloat16"} for name in WIDTHS}
+    assert found == expected
+
+
 STRINGS = {
     "c=bf16; <Linear>: full": ALL,
-    "c=bf16; <module.Linear>: full; <Own>Head: bf16": "first inner outer",
-    "c=bf16; <Own>Base: full": "inner outer",
+    "c=bf16; <module.Linear>: full; *head: bf16": "first inner outer",
+    "c=bf16; <Net>: full; *first: bf16": "inner outer head",  # also the class of the block's base
     "c=bf16; *first: full; <net/>block/outer: full": "first outer",
     "c=bf16; *block/*: full": "inner outer",
     "c=bf16; *: full": ALL,
-    "c=bf16; <Own>Block: full; */inner: bf16": "outer",
-    "c=bf16; */inner: bf16; <Own>Block: full": "outer",
-    "c=bf16; <Own>Net: full; <Own>Block: bf16; */inner: full": "first inner head",
-    "c=bf16; <Own>Head: bf16; <Linear>: full": ALL,
-    "c=full; <Own>Block: bf16": "first head",
+    "c=bf16; <Inner>: full; */inner: bf16": "outer",
+    "c=bf16; */inner: bf16; <Inner>: full": "outer",
+    "c=bf16; <Net>: full; <Inner>: bf16; */inner: full": "first inner head",
+    "c=bf16; *head: bf16; <Linear>: full": ALL,
+    "c=full; <Inner>: bf16": "first head",
 }
 
 
 @pytest.mark.parametrize(
-    "policy, framework",
-    [(policy, [*FRAMEWORKS][i % 4]) for i, policy in enumerate(STRINGS)],
+    "policy, framework", [(policy, zoo.FRAMEWORKS[i % 4]) for i, policy in enumerate(STRINGS)]
 )
 def test_one_string_means_the_same(framework, policy):
-    apply, model, adapter, _ = FRAMEWORKS[framework]
-    string = in_words_of(framework, policy)
-    found = products(lambda x: jmpx.autocast(apply, string)(model, x), X)
+    net = net_of(framework)
+    string = net.words(policy)
+    found = products(lambda x: jmpx.autocast(net.apply, string)(net.model, x), X)
     assert_selected(found, STRINGS[policy])
-    assert products(lambda x: adapter(string)(model, x), X) == found
+    by_modules = dataclasses.replace(jmpx.get_policy_map(string), by="modules")
+    applied = jmpx.apply_policy(net.apply, by_modules)
+    assert products(lambda x: applied(net.model, x), X) == found
 
 
 def of_scan(f):
@@ -90,11 +101,18 @@ def of_gradient(f):
     ],
 )
 def test_selectors_under_transformations(framework, transform, outside):
-    apply, model, _, _ = FRAMEWORKS[framework]
-    policy = in_words_of(framework, "c=bf16; <Own>Block: full; */inner: bf16; <Own>Head: full")
+    _, apply, model = net = net_of(framework)
+    policy = net.words("c=bf16; <Inner>: full; */inner: bf16; *head: full")
     cast = functools.partial(jmpx.autocast, policy=policy)
     f = transform(cast(apply)) if outside else cast(transform(apply))
     assert_selected(products(lambda x: f(model, x), X), "outer head")
+
+
+class EquinoxLinear(eqx.Module):  # one's own: its calls have no scope
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
 
 
 class Local(eqx.Module):
@@ -151,7 +169,7 @@ def test_a_view_within_autocast():
 
 
 def test_full_precision_goes_before_classes():
-    apply, params, _, _ = FRAMEWORKS["haiku"]
+    _, apply, params = net_of("haiku")
     f = jmpx.autocast(jmpx.full_precision(apply), "c=bf16; Linear: bf16; *: bf16")  # pyright: ignore[reportArgumentType, reportCallIssue]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the rules match nothing
@@ -185,8 +203,8 @@ def hidden(net):
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 def test_no_mark_leaves_autocast():
-    apply, model, _, _ = FRAMEWORKS["haiku"]
-    f = jmpx.autocast(hidden(apply), "c=bf16; HaikuBlock: full; Linear: bf16")
+    _, apply, model = net_of("haiku")
+    f = jmpx.autocast(hidden(apply), "c=bf16; HaikuInner: full; Linear: bf16")
     both = jax.value_and_grad(lambda model, x: f(model, x).sum())
     for g in (f, both):
         found = stacks(jax.make_jaxpr(g)(model, X))
@@ -197,13 +215,13 @@ def test_no_mark_leaves_autocast():
 
 
 def test_caches_keep_marks_apart():
-    apply, model, _, _ = FRAMEWORKS["linen"]
+    _, apply, model = net_of("linen")
     jitted = jax.jit(lambda model, x: lax.scan(lambda c, _: (c, apply(model, x)), 0.0, None, 2)[1])
     plain, cast = {name: {"float32"} for name in WIDTHS}, {"bfloat16"}
     for _ in range(2):  # traced before, under two maps, and after
         assert products(jitted, model, X) == plain
         assert not [s for s in stacks(trace(jitted, model, X)) if "jmpx" in s]
-        low = products(jmpx.autocast(jitted, "c=bf16; LinenBlock: full"), model, X)
+        low = products(jmpx.autocast(jitted, "c=bf16; LinenInner: full"), model, X)
         assert_selected(low, "inner outer")
         assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
 
@@ -211,15 +229,15 @@ def test_caches_keep_marks_apart():
 @pytest.mark.parametrize(
     "framework, outer, inner, expected",
     [
-        ("haiku", "full", "c=bf16; <Own>Block: bf16", ""),
-        ("nnx", "bf16", "c=bf16; <Own>Block: full", "inner outer"),
+        ("haiku", "full", "c=bf16; <Inner>: bf16", ""),
+        ("nnx", "bf16", "c=bf16; <Inner>: full", "inner outer"),
         ("equinox", "bf16", "c=full", ALL),
     ],
 )
 def test_autocast_within_autocast(framework, outer, inner, expected):
-    apply, model, _, _ = FRAMEWORKS[framework]
-    cast = jmpx.autocast(apply, in_words_of(framework, inner))
-    policy = in_words_of(framework, f"c=bf16; <Own>Block: {outer}")
+    _, apply, model = net = net_of(framework)
+    cast = jmpx.autocast(apply, net.words(inner))
+    policy = net.words(f"c=bf16; <Inner>: {outer}")
     within = jmpx.autocast(lambda model, x: cast(model, x), policy)
     assert_selected(products(within, model, X), expected)  # the inner one has decided
     beside = jmpx.autocast(lambda model, x: cast(model, x) + 0 * apply(model, x), policy)
@@ -228,19 +246,19 @@ def test_autocast_within_autocast(framework, outer, inner, expected):
 
 
 def test_equinox_modules_come_back_as_they_were():
-    model = equinox_net()
+    model = net_of("equinox").model
 
     def step(model, other, x):
-        assert isinstance(model.block, EquinoxBlock)
-        assert type(model.block).__name__ == "EquinoxBlock"
+        assert type(model.block).__name__ == "EquinoxInner"
         grads = eqx.filter_grad(lambda m: m(x).sum())(model)
         new = jax.tree.map(lambda p, g, o: p - 0.1 * g + 0 * o, model, grads, other)
         return new, grads, model.block, model.block.inner
 
-    policy = "c=bf16; EquinoxLinear: full; EquinoxBlock: bf16"
+    policy = "c=bf16; Linear: full; EquinoxInner: bf16"
     *trees, block, inner = jax.eval_shape(jmpx.autocast(step, policy), model, model, X)
     assert [*map(jax.tree.structure, trees)] == [jax.tree.structure(model)] * 2
-    assert type(inner) is type(block.inner) is EquinoxLinear and type(block) is EquinoxBlock
+    assert type(inner) is type(block.inner) is eqx.nn.Linear
+    assert type(block) is type(model.block)
 
 
 class Normalized(eqx.Module):
@@ -264,16 +282,16 @@ def test_equinox_state_passes():
 @pytest.mark.thorough
 @pytest.mark.versions
 def test_nnx_modules_come_back_as_they_were():
-    model = NNXNet(nnx.Rngs(0))
+    model = zoo.build("nnx", zoo.nested, X).model
     model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))  # pyright: ignore[reportAttributeAccessIssue]
     classes = {type(node) for _, node in nnx.iter_graph(model)}
 
     def f(model, x):
-        assert isinstance(model.block, NNXBlock)
+        assert isinstance(model.block, zoo.NNXInner)
         model.copy = nnx.clone(model.head)
         return model(model.norm(x)), nnx.clone(model)
 
-    policy = "c=bf16; NNXBlock: full; Linear: full; BatchNorm: full"
+    policy = "c=bf16; NNXInner: full; Linear: full; BatchNorm: full"
     y, clone = jmpx.autocast(f, policy)(model, X)
     assert y.shape == (BATCH, 7)
     assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # pyright: ignore[reportAttributeAccessIssue]  # its state has moved
@@ -285,14 +303,14 @@ def test_nnx_modules_come_back_as_they_were():
 
 
 def test_no_rule_of_modules_no_marks():
-    model = equinox_net()
+    (_, call, model), (_, apply, params) = net_of("nnx"), net_of("haiku")
     for policy in ("c=bf16", "c=bf16; op.tanh: full"):
         names = []
 
         def f(model, x, names=names):
-            assert type(model) is EquinoxNet
-            names += stacks(jax.make_jaxpr(HAIKU.apply)(FRAMEWORKS["haiku"][1], x))
-            return model(x)
+            assert type(model) is zoo.NNXNet
+            names += stacks(jax.make_jaxpr(apply)(params, x))
+            return call(model, x)
 
         jax.make_jaxpr(jmpx.autocast(f, policy))(model, X)
         assert any("block" in name for name in names)

@@ -80,6 +80,7 @@ class Net(NamedTuple):
         root = f"{name.lower()}_net/" if self.framework == "haiku" else ""
         return {
             "Linear": linear,
+            "module.Linear": f"{_MODULES[self.framework]}.{linear}",
             "Net": f"{name}Net",
             "Inner": f"{name}Inner",
             "net/": root,
@@ -352,6 +353,13 @@ def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
         model = jax.tree.map(draw, jax.eval_shape(init))
     return Net(framework, applies[0], model)
 
+
+_MODULES = {  # as rules name them
+    "haiku": "haiku",
+    "linen": "flax.linen",
+    "nnx": "flax.nnx",
+    "equinox": "equinox.nn",
+}
 
 # Bodies
 
