@@ -1,13 +1,13 @@
 """`examples/equinox/train_vit.py`, run as a user runs it, and its functions one by one."""
 
 import functools
-import re
 
 import pytest
 from helpers import LESS_OPTIMIZED, finish
 from helpers.examples import (
     FOLDER,
     SMALL,
+    accuracy_of,
     answer,
     run_vit,
     run_wrong_flags,
@@ -31,24 +31,10 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
         name: start_vit(script, *SHORT, *args, xla_flags=LESS_OPTIMIZED)
         for name, args in runs.items()
     }
-    reached = {}
-    for name, process in processes.items():
-        result = finish(process)
-        assert result.returncode == 0, result.stderr
-        *epochs, last = result.stdout.splitlines()
-        assert len(epochs) == 10
-        for number, line in enumerate(epochs, 1):
-            assert re.fullmatch(
-                rf"epoch +{number}  loss [\d.]+  test accuracy [\d.]+%  "
-                rf"loss scale {32768 if name == 'float16' else 1}  skipped steps 0",
-                line,
-            )
-        found = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last)
-        assert found
-        accuracy, time = found.groups()
-        assert float(time) > 0
-        assert "step/s" in result.stderr  # the progress bar
-        reached[name] = float(accuracy)
+    reached = {
+        name: accuracy_of(finish(process), 10, 32768 if name == "float16" else 1)
+        for name, process in processes.items()
+    }
     assert reached["float32"] >= 97
     assert reached["default"] >= reached["float32"] - 1
     assert reached["float16"] >= reached["float32"] - 1

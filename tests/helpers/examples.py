@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 from helpers import QUICK_XLA, ROOT, finish, start_python
@@ -20,6 +21,23 @@ def start_vit(*arguments, devices=1, xla_flags=QUICK_XLA):
 
 def run_vit(*arguments, devices=1):
     return finish(start_vit(str(FOLDER / "train_vit.py"), *arguments, devices=devices))
+
+
+def accuracy_of(result, epochs, scale=r"[\d.]+"):
+    """Returns the accuracy that a training printed last, whose epochs skipped no step."""
+    assert result.returncode == 0, result.stderr
+    *lines, last = result.stdout.splitlines()
+    assert len(lines) == epochs
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(
+            rf"epoch +{number}  loss [\d.]+  test accuracy [\d.]+%  loss scale {scale}  "
+            r"skipped steps 0",
+            line,
+        )
+    found = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last)
+    assert found and float(found[2]) > 0
+    assert "step/s" in result.stderr  # the progress bar
+    return float(found[1])
 
 
 def start_probe(code, *arguments, devices=1):
