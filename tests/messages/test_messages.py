@@ -90,13 +90,14 @@ def told(program: Program) -> list[str]:
             found += [f"{type(error).__name__}: {text}"]
             notes = [note for note in getattr(error, "__notes__", ()) if "---" not in note]
             found += [f"note: {note}" for note in notes]
+        found += [f"printed: {line}" for line in printed.getvalue().splitlines()]
+        for each in caught:
+            if issubclass(each.category, UserWarning):
+                place = "" if Path(each.filename) == program.file else f" at {each.filename}"
+                found.append(f"{each.category.__name__}{place}: {each.message}")
+        found = [_plain(each) for each in found]  # where a path may be relative to the folder
     sys.modules |= modules
-    found += [f"printed: {line}" for line in printed.getvalue().splitlines()]
-    for each in caught:
-        if issubclass(each.category, UserWarning):
-            place = "" if Path(each.filename) == program.file else f" at {_plain(each.filename)}"
-            found.append(f"{each.category.__name__}{place}: {each.message}")
-    return [_plain(each) for each in found]
+    return found
 
 
 def _is_ours(file: str) -> bool:
@@ -105,7 +106,7 @@ def _is_ours(file: str) -> bool:
 
 def _plain(text: str) -> str:
     """Returns a message as one line, without what differs between machines and runs."""
-    text = re.sub(rf"[./]*{ROOT}/", "", text).replace("\n", "\\n")
+    text = re.sub(rf"({re.escape(os.path.relpath(ROOT))}|{ROOT})/", "", text).replace("\n", "\\n")
     # The module of an object of JAX may be private, and differs between versions.
     text = re.sub(r"<(?:[\w.]+\.)?(\w+) object at 0x[0-9a-f]+>", r"<\1 object>", text)
     return re.sub(r"0x[0-9a-f]{6,}", "0x…", text).strip()
