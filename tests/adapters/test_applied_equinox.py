@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import BF16, F16, F32, assert_same_bits, dtypes, warns_once
+from helpers.equinox_models import drawn
 from helpers.jaxprs import FULL, LOW, dots, program
 
 import jmpx
@@ -16,7 +17,6 @@ from jmpx.equinox import with_policies
 
 RULES = "c=bf16,o=f32; LayerNorm: full; */head: c=f32"
 APPLIED = f"by=modules,{RULES}"
-NOOP = jmpx.NoOpLossScale()
 KEY = jax.random.key(0)
 
 
@@ -69,9 +69,9 @@ class Data(eqx.Module):
     more: dict
 
 
-NET = Net()
+NET = drawn(Net)
 X = jnp.arange(3.0)
-OPT_STATE = optax.adam(0.01).init(eqx.filter(NET, eqx.is_inexact_array))
+OPT_STATE = drawn(lambda: optax.adam(0.01).init(eqx.filter(Net(), eqx.is_inexact_array)))
 SCALING, RATE = jmpx.DynamicLossScale(8.0), jnp.float32(0.1)
 
 
@@ -244,7 +244,7 @@ def test_a_frozen_part_has_no_gradient():
     def loss_fn(trained, frozen, x):
         return jnp.sum(eqx.combine(trained, frozen)(x) ** 2)
 
-    grad_fn = jmpx.filter_grad(loss_fn, NOOP, policy=APPLIED)
+    grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy=APPLIED)
     grads = eqx.filter_eval_shape(grad_fn, trained, frozen, X).grads
     assert where(grads) is None
     assert jax.tree.structure(grads) == jax.tree.structure(trained)

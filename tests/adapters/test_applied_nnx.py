@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import BF16, F32, assert_same_bits, nnx_net, normal, zoo
+from helpers import BF16, F32, MIXED, assert_same_bits, exactly, nnx_net, normal, zoo
 from helpers.jaxprs import LOW, dots
 from helpers.nnx_net import Small, assert_same_state, linear, pure, squares, state_of
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 make: Any = nnx_net.make
 
 RULES = "c=bf16,o=f32; BatchNorm: full"
-MIXED = "c=bf16,o=f32"
 X = normal(np.random.default_rng(0), 6, 3)
 
 
@@ -45,17 +44,15 @@ class Holder(nnx.Module):
         self.model = model
 
 
+of_model = lambda t, x: t.model(x)  # noqa: E731
 ARGUMENTS = {
     "model": (lambda m: m, lambda m, x: m(x)),
     "dict": (lambda m: {"a": [m]}, lambda t, x: t["a"][0](x)),
     "nnx.List": (lambda m: nnx.List([m]), lambda t, x: t[0](x)),
     "nnx.Dict": (lambda m: nnx.Dict(a=m), lambda t, x: t.a(x)),
-    "train state": (TrainState, lambda t, x: t.model(x)),
-    "model and optimizer": (
-        lambda m: nnx.ModelAndOptimizer(m, optax.sgd(0.1)),
-        lambda t, x: t.model(x),
-    ),
-    "holder": (Holder, lambda t, x: t.model(x)),
+    "train state": (TrainState, of_model),
+    "model and optimizer": (lambda m: nnx.ModelAndOptimizer(m, optax.sgd(0.1)), of_model),
+    "holder": (Holder, of_model),
     "part and whole": (lambda m: (m.head, m), lambda t, x: t[0](t[1].encode(x)).astype(F32)),
     "method": (lambda m: m.__call__, lambda f, x: f(x)),
     "partial": (lambda m: functools.partial(lambda m, x: m(x), m), lambda f, x: f(x)),
@@ -134,7 +131,7 @@ def plain():
     def body(m, x):
         return m.linear("last", 2)(m.norm("norm")(m.linear("first", 8)(x)))
 
-    return zoo.build("nnx", body, X).model
+    return zoo.build("nnx", body, X, rng=np.random.default_rng(0)).model
 
 
 @pytest.mark.parametrize("place", ["outside", "inside"])
@@ -164,7 +161,7 @@ def test_what_a_function_hands_back_is_stored(rng):
         assert model.head.kernel.dtype == BF16
         return model, model.head, model.head.kernel, nnx.state(model, nnx.Param)
 
-    whole, head, kernel, state = apply_policy(fn, RULES.split(";")[0])(model, X)
+    whole, head, kernel, state = apply_policy(fn, MIXED)(model, X)
     assert whole is model
     assert head is model.head
     assert kernel is model.head.kernel
@@ -314,12 +311,13 @@ def test_tied_weights_of_two_policies():
 
 def test_a_map_inside_of_itself_and_inside_of_another(rng):
     model = make(rng, Small)
-    expected = squares(jmpx.flax.with_policies(nnx.clone(model), MIXED), X)
     inside = apply_policy(squares, MIXED)
     in_view = lambda model, x: squares(jmpx.flax.with_policies(model, MIXED), x)  # noqa: E731
-    for fn in inside, in_view:
-        assert_same_bits(apply_policy(fn, MIXED)(nnx.clone(model), X), expected)
-    apply_policy(nnx.jit(inside), MIXED)(nnx.clone(model), X)
+    around = [apply_policy(f, MIXED) for f in (inside, in_view, nnx.jit(inside))]
+    run, state = pure(lambda model: [f(nnx.clone(model), X) for f in (in_view, *around)], model)
+    expected, *found = exactly(run)(state)
+    for each in found:
+        assert_same_bits(each, expected)
     view = jmpx.flax.with_policies(model, MIXED)
     assert jmpx.flax.with_policies(view) is view
 

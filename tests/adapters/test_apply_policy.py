@@ -16,7 +16,6 @@ import jmpx
 import jmpx.haiku
 
 NET = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 2], name="net")(x)))
-NOOP = jmpx.NoOpLossScale()
 
 
 def model(params, x):
@@ -89,7 +88,7 @@ def test_whatever_a_policy_is(problem):
         jmpx.get_mixed_precision(f"{ISLAND} | static=1024"),
     ):
         assert program(jmpx.apply_policy(model, policy), *args) == program(by_modules, *args)
-        grad_fn = jmpx.filter_grad(loss_fn, NOOP, policy=policy)
+        grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)
         assert set(dtypes(jax.eval_shape(grad_fn, *problem).grads)) == {"float32"}
     bf16 = jmpx.get_policy("c=bf16"), {"compute": "bf16"}, jmpx.Policy(*["bf16"] * 3), jnp.bfloat16
     for policy in bf16:
@@ -107,14 +106,6 @@ def test_as_a_decorator(problem):
 
     assert seen(params, x) == seen(params, x=x) == ["bfloat16"] * 4 + ["float32"]
     assert seen.__doc__ == "Returns the dtypes."
-
-
-@pytest.mark.parametrize("uncast", [1, "x", (1,), ["x"], -1])
-def test_what_is_not_cast(uncast, problem):
-    params, x, _ = problem
-    applied = jmpx.apply_policy(lambda params, x: (params, x), "c=bf16", uncast=uncast)
-    cast, kept = applied(params, x)
-    assert set(dtypes(cast)) == {"bfloat16"} and kept is x
 
 
 def test_results_are_widened_and_never_narrowed():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
+from helpers.equinox_models import Around, compiled, drawn
 
 import jmpx
 from jmpx.equinox import with_policies
@@ -78,9 +79,14 @@ def by_hand(model, x, layers=BF16, norm=BF16, head=BF16, output=F32, around=BF16
     return run(model.head, x, head).astype(output)
 
 
+@pytest.fixture(scope="module")
+def made():
+    return eqx.filter_jit(Net)()
+
+
 @pytest.fixture
-def net(rng):
-    return randomized(Net(), rng)
+def net(made, rng):
+    return randomized(made, rng)
 
 
 ISLANDS = {
@@ -96,21 +102,24 @@ ISLANDS = {
 
 @pytest.mark.parametrize("policy_map", ISLANDS)
 def test_it_computes_what_the_casts_written_by_hand_do(net, rng, policy_map):
-    x = normal(rng, 6)
-    assert_same_bits(with_policies(net, policy_map)(x), by_hand(net, x, **ISLANDS[policy_map]))
+    def both(net, x):
+        return with_policies(net, policy_map)(x), by_hand(net, x, **ISLANDS[policy_map])
+
+    assert_same_bits(*compiled(both, net, normal(rng, 6)))
 
 
 def test_gradients_have_the_models_structure_and_are_those_by_hand(net, rng):
-    x, policy_map = normal(rng, 6), list(ISLANDS)[1]
+    policy_map, casts = list(ISLANDS.items())[1]
 
-    def gradient(forward):
-        def loss(net):
-            return jnp.mean(forward(net, x).astype(F32) ** 2)
+    def gradients(net, x):
+        def gradient(forward):
+            return eqx.filter_value_and_grad(lambda net: jnp.mean(forward(net) ** 2))(net)
 
-        return eqx.filter_value_and_grad(loss)(net)
+        of_view = gradient(lambda net: with_policies(net, policy_map)(x))
+        return of_view, gradient(lambda net: by_hand(net, x, **casts))
 
-    value, grads = gradient(lambda net, x: with_policies(net, policy_map)(x))
-    expected = gradient(lambda net, x: by_hand(net, x, **ISLANDS[policy_map]))
+    (value, grads), expected = compiled(gradients, net, normal(rng, 6))
+    assert value.dtype == F32
     assert_same_bits((value, grads), expected)
     assert type(grads) is Net and type(grads.head) is eqx.nn.Linear
     assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(net, eqx.is_inexact_array))
@@ -146,11 +155,11 @@ def test_two_views_have_one_tree_definition_so_that_jit_does_not_trace_again(net
     x, policy_map = normal(rng, 6), f"{MIXED}; LayerNorm: full"
     first, second = (forward(with_policies(net, policy_map), x) for _ in range(2))
     assert_same_bits(first, second)
-    assert len(traces) == 1
     view = with_policies(net, policy_map)
     leaves, structure = jax.tree.flatten(view)
-    assert_same_bits(jax.tree.unflatten(structure, leaves)(x), view(x))
-    assert_same_bits(eqx.nn.inference_mode(view)(x), view(x))
+    for same in (jax.tree.unflatten(structure, leaves), eqx.nn.inference_mode(view)):
+        assert_same_bits(forward(same, x), first)
+    assert len(traces) == 1
     shapes = eqx.filter_eval_shape(lambda net: net, net)
     out = eqx.filter_eval_shape(lambda net, x: with_policies(net, "f16")(x), shapes, x)
     assert out.dtype == F16 and out.shape == (2,)
@@ -179,17 +188,19 @@ def test_what_each_layer_sees():
 def test_rules_go_before_the_registry_and_that_before_the_default(net, rng):
     x = normal(rng, 6)
     assert jax.tree.structure(with_policies(net)) == jax.tree.structure(net)
-    with jmpx.push_policy(Net, MIXED), jmpx.push_policy(eqx.nn.LayerNorm, "c=f32,o=bf16"):
-        view = with_policies(net)
-    expected = by_hand(net, x, norm=F32)
-    assert_same_bits(view(x), expected)  # a view keeps the policies that it was made with
-    with jmpx.push_policy(eqx.nn.LayerNorm, "c=f32,o=bf16"):
-        assert_same_bits(with_policies(net, MIXED)(x), expected)
-        view = with_policies(net, f"{MIXED}; LayerNorm: f16")
-        assert_same_bits(view(x), by_hand(net, x, norm=F16))
-    with jmpx.push_policy(Net, "c=bf16,o=f16"):
-        assert with_policies(net, MIXED)(x).dtype == F16
-        assert with_policies(net, f"{MIXED}; Net: o=f32")(x).dtype == F32
+
+    def results(net, x):
+        with jmpx.push_policy(eqx.nn.LayerNorm, "c=f32,o=bf16"):
+            with jmpx.push_policy(Net, MIXED):
+                view = with_policies(net)  # which keeps the policies that it was made with
+            mixed, ruled = (with_policies(net, MIXED + rule) for rule in ("", "; LayerNorm: f16"))
+            found = [mixed(x), ruled(x)]
+        with jmpx.push_policy(Net, "c=bf16,o=f16"):
+            dtypes = [with_policies(net, MIXED + rule)(x).dtype for rule in ("", "; Net: o=f32")]
+        assert dtypes == [F16, F32]
+        return [view(x), *found], [by_hand(net, x, norm=norm) for norm in (F32, F32, F16)]
+
+    assert_same_bits(*compiled(results, net, x))
     with jmpx.push_policy(Probe, "bf16"):  # subclasses do not inherit it
         assert with_policies(Special(x)).weight is x
 
@@ -209,7 +220,7 @@ def test_casts_go_through_the_policy(net, rng):
     x, view = normal(rng, 6), with_policies(net, Loud(F32, BF16, F32))
     assert set(calls) == {"compute"}
     calls.clear()
-    assert_same_bits(view(x), by_hand(net, x))
+    assert_same_bits(*compiled(lambda net, x: (view(x), by_hand(net, x)), net, x))
     assert set(calls) == {"compute", "output"}
 
 
@@ -384,21 +395,20 @@ def test_classes_with_abstract_bases_generics_defaults_and_a_metaclass(cls, rng)
 
 
 def test_wrappers_of_equinox_as_fields_and_as_the_model(rng):
-    class Around(eqx.Module):
-        inner: Callable
+    def of_linear(linear, x):
+        expected = jax.vmap(jmpx.cast_tree(linear, BF16))(x.astype(BF16)).astype(F32)
+        models = eqx.filter_vmap(linear), Around(eqx.filter_vmap(linear))
+        return [with_policies(model, MIXED)(x) for model in models], [expected] * 2
 
-        def __call__(self, *args):
-            return self.inner(*args)
+    def of_products(w, x):
+        scaled = eqx.Partial(lambda weight, x: x * weight, w)
+        expected = (x.astype(BF16) * w.astype(BF16)).astype(F32)
+        models = scaled, Coder(w).encode
+        return [with_policies(model, MIXED)(x) for model in models], [expected] * 2
 
-    linear = eqx.nn.Linear(3, 2, key=KEY)
-    x, cast = normal(rng, 4, 3), jmpx.cast_tree(linear, jnp.bfloat16)
-    expected = jax.vmap(cast)(x.astype(BF16)).astype(F32)
-    for model in eqx.filter_vmap(linear), Around(eqx.filter_vmap(linear)):
-        assert_same_bits(with_policies(model, MIXED)(x), expected)
-    scaled = eqx.Partial(lambda weight, x: x * weight, x[0])
-    expected = (x[1].astype(BF16) * x[0].astype(BF16)).astype(F32)
-    assert_same_bits(with_policies(scaled, MIXED)(x[1]), expected)
-    assert_same_bits(with_policies(Coder(x[0]).encode, MIXED)(x[1]), expected)
+    x = normal(rng, 4, 3)
+    assert_same_bits(*compiled(of_linear, drawn(lambda: eqx.nn.Linear(3, 2, key=KEY)), x))
+    assert_same_bits(*compiled(of_products, x[0], x[1]))
 
 
 def test_a_module_in_two_places_has_the_policies_of_both():
@@ -449,8 +459,10 @@ def test_modules_and_data_as_arguments_and_results(rng):
             assert rule is jax.nn.relu
             return Data(norm(data.x), data.mask)
 
-    model = randomized(Outer(Inner(jnp.ones(3)), eqx.nn.LayerNorm(3), jax.nn.relu), rng)
-    data = Data(normal(rng, 3), jnp.array([True, False, True]))
-    result = with_policies(model, f"{MIXED}; /inner: f16; /norm: c=f32,o=f16")(data)
-    expected = model.norm(data.x.astype(BF16).astype(F16).astype(F32)).astype(F16)
-    assert_same_bits(result, Data(expected.astype(BF16).astype(F32), data.mask))
+    def both(model, data):
+        result = with_policies(model, f"{MIXED}; /inner: f16; /norm: c=f32,o=f16")(data)
+        expected = model.norm(data.x.astype(BF16).astype(F16).astype(F32)).astype(F16)
+        return result, Data(expected.astype(BF16).astype(F32), data.mask)
+
+    model = drawn(lambda: Outer(Inner(jnp.ones(3)), eqx.nn.LayerNorm(3), jax.nn.relu))
+    assert_same_bits(*compiled(both, model, Data(normal(rng, 3), jnp.array([True, False, True]))))

@@ -11,35 +11,31 @@ import numpy as np
 import pytest
 from equinox import nn
 from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, leniently
+from helpers.equinox_models import Around, compiled, drawn
 from helpers.jaxprs import program
 
 import jmpx
 from jmpx.equinox import with_policies
 
 KEY = jax.random.key(0)
-LINEAR = nn.Linear(4, 4, key=KEY)
+X = np.arange(4, dtype=np.float32) / 3
+linear = functools.partial(nn.Linear, 4, 4, key=KEY)
 LAYERS = {
-    "Linear": (LINEAR, (4,)),
-    "LayerNorm": (nn.LayerNorm((3, 4)), (3, 4)),
-    "Attention": (nn.MultiheadAttention(2, 4, key=KEY), (5, 4)),
-    "MLP": (nn.MLP(4, "scalar", 8, 2, key=KEY), (4,)),
-    "Conv2d": (nn.Conv2d(3, 2, 3, padding=1, key=KEY), (3, 6, 6)),
-    "Dropout": (nn.Dropout(0.3, inference=True), (4,)),
-    "Sequential": (nn.Sequential([LINEAR, nn.Lambda(jax.nn.relu), nn.Identity()]), (4,)),
-    "WeightNorm": (nn.WeightNorm(LINEAR), (4,)),
+    "Linear": (linear, (4,)),
+    "LayerNorm": (lambda: nn.LayerNorm((3, 4)), (3, 4)),
+    "Attention": (lambda: nn.MultiheadAttention(2, 4, key=KEY), (5, 4)),
+    "MLP": (lambda: nn.MLP(4, "scalar", 8, 2, key=KEY), (4,)),
+    "Conv2d": (lambda: nn.Conv2d(3, 2, 3, padding=1, key=KEY), (3, 6, 6)),
+    "Dropout": (lambda: nn.Dropout(0.3, inference=True), (4,)),
+    "Sequential": (lambda: nn.Sequential([linear(), nn.Lambda(jax.nn.relu), nn.Identity()]), (4,)),
+    "WeightNorm": (lambda: nn.WeightNorm(linear()), (4,)),
 }
-
-
-class Around(eqx.Module):
-    inner: Any
-
-    def __call__(self, *args):
-        return self.inner(*args)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_as_those_that_are_cast(name):
-    (layer, shape), dtype = LAYERS[name], F16 if name in ("Linear", "Conv2d") else BF16
+    (make, shape), dtype = LAYERS[name], F16 if name in ("Linear", "Conv2d") else BF16
+    layer, x = drawn(make), np.ones(shape, np.float32)
     params, static = eqx.partition(layer, eqx.is_inexact_array)
 
     def run(model, x, cast=lambda x: x):
@@ -56,9 +52,8 @@ def test_layers_compute_as_those_that_are_cast(name):
         model = eqx.combine(jmpx.cast_tree(params, dtype), static)
         return run(model, x, lambda x: x.astype(dtype)).astype(F32)
 
-    expected = program(cast, params, jnp.ones(shape))
-    assert program(viewed, params, jnp.ones(shape)) == expected
-    assert program(island, params, jnp.ones(shape)) == expected
+    expected = program(cast, params, x)
+    assert program(viewed, params, x) == program(island, params, x) == expected
 
 
 class Tied(eqx.Module):
@@ -79,19 +74,25 @@ class Tied(eqx.Module):
     [("", BF16), ("; /shared: bf16", BF16), ("; */pytree/*: bf16", BF16), ("; Shared: f32", F32)],
 )
 def test_shared(shared, dtype):
-    model, tokens = Tied(), jnp.arange(5)
-    result = with_policies(model, MIXED + shared)(tokens)
-    assert LOG == [(dtype, True)]
     rounded = (lambda y: y.astype(BF16)) if dtype == F32 else (lambda y: y)
-    embedding, linear = jmpx.cast_tree(model, dtype).shared()
-    inside = rounded(jax.vmap(embedding)(tokens)).astype(dtype)
-    assert_same_bits(result, rounded(jax.vmap(linear)(inside)).astype(F32))
+
+    def both(model, tokens):
+        result = with_policies(model, MIXED + shared)(tokens)
+        embedding, linear = jmpx.cast_tree(model, dtype).shared()
+        inside = rounded(jax.vmap(embedding)(tokens)).astype(dtype)
+        return result, rounded(jax.vmap(linear)(inside)).astype(F32)
+
+    assert_same_bits(*compiled(both, drawn(Tied), np.arange(5)))
+    assert LOG[-1] == (dtype, True)
 
 
 def test_a_tied_island_computes_in_its_dtype():
-    logits = with_policies(Tied(), "c=bf16; Linear: c=f32,o=f32; Tied: o=f32,c=bf16")(jnp.arange(7))
-    weight = Tied().shared.pytree[0].weight.astype(BF16).astype(F32)
-    assert_same_bits(logits, jax.vmap(lambda x: weight @ x)(weight))
+    def both(model):
+        view = with_policies(model, "c=bf16; Linear: c=f32,o=f32; Tied: o=f32,c=bf16")
+        weight = model.shared.pytree[0].weight.astype(BF16).astype(F32)
+        return view(jnp.arange(7)), jax.vmap(lambda x: weight @ x)(weight)
+
+    assert_same_bits(*compiled(both, drawn(Tied)))
 
 
 # Layers with state
@@ -165,10 +166,7 @@ def test_spectral_norm():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cls", "rules", "inside", "dtype"),
-    [
-        (nn.GRUCell, "", BF16, F32),
-        (nn.LSTMCell, "; /inner: f16", F16, BF16),
-    ],
+    [(nn.GRUCell, "", BF16, F32), (nn.LSTMCell, "; /inner: f16", F16, BF16)],
 )
 def test_the_carry_of_a_loop_keeps_its_dtype(cls, rules, inside, dtype):
     cell = cls(3, 5, key=KEY)
@@ -205,7 +203,7 @@ def test_a_cell_returns_its_state_as_it_came(cls, dtype):
             assert set(dtypes(result)) == {dtype.name}
             return result
 
-    cell = Noted(3, 5, key=KEY)
+    cell = drawn(lambda: Noted(3, 5, key=KEY))
     inside = with_policies(Inside(cell), "c=bf16")
     jax.eval_shape(inside, jnp.ones(3))
     for alone in (with_policies(cell, "c=bf16"), inside.inner):
@@ -251,16 +249,18 @@ class Container(eqx.Module):
 
 @pytest.fixture
 def box():
-    return Container(LINEAR, [nn.LayerNorm(4)], jnp.arange(1.0, 5))
+    return drawn(lambda: Container(linear(), [nn.LayerNorm(4)], jnp.arange(1.0, 5)))
 
 
 def test_of_a_mere_container_the_default_is_that_of_the_modules_in_it(box):
+    def both(box, x):
+        view = with_policies(box, f"{MIXED}; LayerNorm: full")
+        assert view.offset.dtype == view.parts[1].dtype == BF16 and view.parts[2] == 3.0
+        expected = jmpx.cast_tree(box.encoder, BF16)(x.astype(BF16)).astype(F32)
+        return (view.encoder(x), view.parts[0](x)), (expected, box.parts[0](x))
+
     box = dataclasses.replace(box, parts=[*box.parts, np.ones(2, np.float32), 3.0])
-    view, x = with_policies(box, f"{MIXED}; LayerNorm: full"), jnp.arange(4.0) / 3
-    assert view.offset.dtype == view.parts[1].dtype == BF16 and view.parts[2] == 3.0
-    expected = jmpx.cast_tree(box.encoder, jnp.bfloat16)(x.astype(BF16)).astype(F32)
-    assert_same_bits(view.encoder(x), expected)
-    assert_same_bits(view.parts[0](x), box.parts[0](x))
+    assert_same_bits(*compiled(both, box, X))
 
 
 def test_a_container_hands_its_policy_on_to_the_modules_in_it(box):
@@ -270,19 +270,20 @@ def test_a_container_hands_its_policy_on_to_the_modules_in_it(box):
         def __call__(self, x):
             return self.box.parts[0](self.box.encoder(x)) * self.box.offset
 
-    model, x = Model(box), jnp.arange(4.0) / 3
-    view = with_policies(model, f"{MIXED}; Linear: f16; /box: full; /box/encoder: f16")
-    view = eqx.tree_at(lambda view: view.box.offset, view, jnp.ones(4, BF16))
-    inside = jmpx.cast_tree(box.encoder, jnp.float16)(x.astype(BF16).astype(F16)).astype(BF16)
-    inside = box.parts[0](inside.astype(F32)).astype(BF16)
-    assert_same_bits(view(x), inside.astype(F32))
+    def both(box, x):
+        view = with_policies(Model(box), f"{MIXED}; Linear: f16; /box: full; /box/encoder: f16")
+        view = eqx.tree_at(lambda view: view.box.offset, view, jnp.ones(4, BF16))
+        inside = jmpx.cast_tree(box.encoder, F16)(x.astype(BF16).astype(F16)).astype(BF16)
+        return view(x), box.parts[0](inside.astype(F32)).astype(BF16).astype(F32)
+
+    assert_same_bits(*compiled(both, box, X))
 
 
 def test_an_outermost_container_hands_its_policy_on(box):
-    x, outer = jnp.arange(4.0) / 3, Container(box, [], jnp.ones(1))
-    for model, rule in ((box, "Container"), (outer, "/encoder")):
-        view = with_policies(model, f"c=bf16; {rule}: c=f32,o=f16; LayerNorm: bf16")
-        view = view if model is box else view.encoder
+    rules = "c=bf16; {}: c=f32,o=f16; LayerNorm: bf16"
+    outer = Container(box, [], jnp.ones(1))
+    of_box = with_policies(box, rules.format("Container"))
+    for view in (of_box, with_policies(outer, rules.format("/encoder")).encoder):
         assert view.offset.dtype == view.encoder.weight.dtype == F32
-        assert_same_bits(view.encoder(x), box.encoder(x).astype(F16))
+        assert_same_bits(view.encoder(X), box.encoder(X).astype(F16))
         assert view.parts[0].weight.dtype == BF16

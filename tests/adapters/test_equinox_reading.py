@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 from equinox import nn
 from helpers import BF16, F16, F32, LOG, assert_same_bits, dtypes, enable_x64
+from helpers.equinox_models import Around, compiled, drawn
 from helpers.jaxprs import dots
 
 import jmpx
 from jmpx.equinox import with_policies
 
 KEY = jax.random.key(0)
-
-
-class Around(eqx.Module):
-    inner: Any
-
-    def __call__(self, *args):
-        return self.inner(*args)
 
 
 class Cell(eqx.Module):
@@ -102,7 +96,7 @@ X = jnp.arange(4.0) / 4
 @pytest.mark.parametrize("form", [*FORMS, *LOOPS])
 def test_what_is_made_inside_is_multiplied_in_16_bits(form):
     dtype = F16 if form in ("plain", "scan") else BF16
-    model = Model({**FORMS, **LOOPS}[form])
+    model = drawn(lambda: Model({**FORMS, **LOOPS}[form]))
     view = functools.partial(lambda model, x: with_policies(model, f"c={dtype.name}")(x), model)
     assert set(dots(view, X)) == {f"{dtype.name}x{dtype.name}"}
     assert LOG == [F32 if form in LOOPS else dtype]  # loops keep the dtype of a carry
@@ -175,9 +169,14 @@ def test_a_rule_goes_before_and_mends_a_carry_that_cannot_be_kept():
 
 def test_a_part_of_a_view_is_called_alone():
     part = with_policies(Model(FORMS["plain"]), "c=bf16").second
-    assert jax.eval_shape(part, X).dtype == BF16
-    assert jax.eval_shape(functools.partial(scan, part), X).dtype == F32
     assert dots(part, X) == ["bfloat16xbfloat16"]
+    call = lambda x: part(x)  # noqa: E731
+    slope = lambda x: jax.linearize(jax.jit(call), x)[0]  # noqa: E731
+    for run in (part, jax.checkpoint(call), slope):
+        assert jax.eval_shape(run, X).dtype == BF16
+    branch = lambda x: jax.lax.cond(x[0] > 0, call, lambda x: x, x)  # noqa: E731
+    for run in (functools.partial(scan, part), branch):  # each loop and branch counts
+        assert jax.eval_shape(run, X).dtype == F32
 
 
 def test_what_one_method_hands_to_another_is_not_cast():
@@ -225,16 +224,20 @@ def test_a_rule_sets_the_dtype_field():
 
 
 def test_rotary_embeddings_follow_a_rule():
-    x, heads = jnp.ones((3, 4)), Around(nn.RotaryPositionalEmbedding(4, dtype=jnp.float16))
-    result = with_policies(heads, "full; RotaryPositionalEmbedding: full")(x)
-    assert_same_bits(result, nn.RotaryPositionalEmbedding(4, dtype=jnp.float32)(x))
+    def both(heads, x):
+        view = with_policies(heads, "full; RotaryPositionalEmbedding: full")
+        return view(x), nn.RotaryPositionalEmbedding(4, dtype=jnp.float32)(x)
+
+    heads = Around(nn.RotaryPositionalEmbedding(4, dtype=jnp.float16))
+    assert_same_bits(*compiled(both, heads, np.ones((3, 4), F32)))
 
 
 def test_islands_in_float64():
-    with enable_x64():
-        model = jax.tree.map(lambda leaf: leaf.astype(F32), Model(FORMS["plain"]))
+    def both(model):
         view = with_policies(model, "params=f32,c=f32; */second: f64")
-        made = jnp.sin(jnp.arange(1.0, 5))
-        expected = jmpx.cast_tree(model.second, jnp.float64)(made)
         assert dots(view, X) == ["float32xfloat32", "float64xfloat64"]
-        assert_same_bits(view(X), expected.astype(F32))
+        expected = jmpx.cast_tree(model.second, jnp.float64)(jnp.sin(jnp.arange(1.0, 5)))
+        return view(X), expected.astype(F32)
+
+    with enable_x64():
+        assert_same_bits(*compiled(both, drawn(lambda: Model(FORMS["plain"]))))

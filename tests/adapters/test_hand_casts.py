@@ -34,14 +34,10 @@ def by_hand(m, x, norm, head):
     return m.linear("head", 3)(x.astype(head)).astype(BF16).astype(F32)
 
 
-@functools.cache
-def build(framework, body):
-    return zoo.build(framework, body, X, rng=np.random.default_rng(1))
-
-
 def applied_by_hand(framework, norm, head):
     """A function of a model and of an input, which casts both."""
-    apply = build(framework, functools.partial(by_hand, norm=norm, head=head)).apply
+    body = functools.partial(by_hand, norm=norm, head=head)
+    apply = zoo.drawn(framework, body, *X.shape).apply
 
     def cast(path, leaf):
         names = jax.tree_util.keystr(path)
@@ -50,7 +46,7 @@ def applied_by_hand(framework, norm, head):
     def run(model, x):
         model = jax.tree_util.tree_map_with_path(cast, model)
         if framework == "nnx":
-            model.body = functools.partial(by_hand, norm=norm, head=head)
+            model.body = body
         return apply(model, x)
 
     return run
@@ -66,7 +62,7 @@ RULES = {
 @pytest.mark.usefixtures("standard_promotion")
 @FRAMEWORKS
 def test_it_is_the_hand_cast_computation_to_the_bit(framework):
-    found = build(framework, net)
+    found = zoo.drawn(framework, net, *X.shape)
     before = jax.tree.map(np.array, found.model)
 
     def all_rules(functions):
@@ -131,7 +127,7 @@ SEEN = {
 @pytest.mark.parametrize("policy_map", SEEN)
 @FRAMEWORKS
 def test_what_each_layer_sees(framework, policy_map, log):
-    found = build(framework, noting)
+    found = zoo.drawn(framework, noting, *X.shape)
     log.clear()
     run = found.under(found.words(policy_map))
     assert dots(run, found.model, X) == SEEN[policy_map][0]
@@ -140,7 +136,7 @@ def test_what_each_layer_sees(framework, policy_map, log):
 
 @FRAMEWORKS
 def test_rules_go_before_the_policies_of_classes(framework):
-    found = build(framework, noting)
+    found = zoo.drawn(framework, noting, *X.shape)
     with jmpx.push_policy(LINEAR[framework], "c=f16,o=bf16"):
         policy_map = f"{MIXED}; */island: full; */deep: c=bf16"
         assert dots(found.under(policy_map), found.model, X) == [HALF, FULL, HALF, LOW]
@@ -152,7 +148,7 @@ def one_layer(m, x):
 
 @pytest.mark.parametrize("framework", CONTEXTS)
 def test_a_trace_belongs_to_its_policy_map_and_the_innermost_context_holds(framework):
-    found, context = build(framework, one_layer), CONTEXTS[framework]
+    found, context = zoo.drawn(framework, one_layer, *X.shape), CONTEXTS[framework]
     step = jax.jit(found.apply)
     plain = step(found.model, X)
     with context("c=f16"):
@@ -180,7 +176,7 @@ def test_parameters_are_created_in_the_param_dtype(framework):
 
 @pytest.mark.parametrize("framework", CONTEXTS)
 def test_a_context_ends_cleanly_after_an_error(framework):
-    found, context = build(framework, one_layer), CONTEXTS[framework]
+    found, context = zoo.drawn(framework, one_layer, *X.shape), CONTEXTS[framework]
 
     def fail(m, x):
         raise ZeroDivisionError

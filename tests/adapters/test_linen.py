@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
+from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
 from helpers.jaxprs import FULL, LOW, dots, equations_of
 from helpers.linen import Watched, cast, init, under
 
@@ -19,7 +19,6 @@ import jmpx.flax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-F16 = jnp.float16
 X = normal(np.random.default_rng(0), 3, 4)
 
 

@@ -81,11 +81,7 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize(
     ("rules", "carry"),
-    [
-        ("", None),
-        ("; Step: full", BF16),
-        ("; */step: c=f32,o=f16", F32),
-    ],
+    [("", None), ("; Step: full", BF16), ("; */step: c=f32,o=f16", F32)],
 )
 def test_scan_keeps_its_carry(rng, rules, carry, log):
     variables = init(rng, Loop(), XS)

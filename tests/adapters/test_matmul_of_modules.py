@@ -24,7 +24,6 @@ import jmpx.flax
 import jmpx.haiku
 
 every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
-KEY = jax.random.key(0)
 X3 = "bf16 f32 x3"
 BATCH = 2
 # The inputs and outputs of the layers of `zoo.nested`.
@@ -60,14 +59,9 @@ MAPS = {
 }
 
 
-@functools.cache
-def nested(framework):
-    return zoo.build(framework, zoo.nested, jnp.ones((BATCH, 3)), rng=np.random.default_rng(0))
-
-
 def layers_of(framework, policy_map):
     """Returns, for each layer, how its three products multiply: forward and twice backward."""
-    net, found = nested(framework), collections.defaultdict(list)
+    net, found = zoo.drawn(framework, zoo.nested, BATCH, 3), collections.defaultdict(list)
     apply, model = net.split(net.under(net.words(policy_map)))
     loss = lambda *args: jnp.sum(apply(*args).astype(jnp.float32) ** 2)  # noqa: E731
     for product in products_of(jax.grad(loss, (0, 1)), model, jnp.ones((BATCH, 3))):
@@ -204,9 +198,7 @@ def test_an_algorithm_is_for_float32_alone(framework, routed):
 
 
 def class_of_router(framework):
-    if framework == "equinox":
-        return type(routing(framework).model.router)
-    return {"haiku": zoo.HaikuInner, "linen": zoo.LinenInner, "nnx": zoo.NNXInner}[framework]
+    return zoo.INNER.get(framework) or type(routing(framework).model.router)
 
 
 @contextlib.contextmanager
@@ -353,4 +345,4 @@ def test_parameters_are_created_in_the_region():
             with policies("full; Linear?: m=highest; Dense?: m=highest"):
                 return net.init(key, XS)
 
-        assert ways(init, KEY) == ["f32 HIGHEST"]
+        assert ways(init, jax.random.key(0)) == ["f32 HIGHEST"]

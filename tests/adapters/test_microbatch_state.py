@@ -27,13 +27,11 @@ def error(predictions, y):
     return jnp.mean((predictions - y).astype(F32) ** 2)
 
 
-class HaikuNet(hk.Module):
-    def __call__(self, x):
+def haiku_case(key, x):
+    def model(x):
         return hk.Linear(2)(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
 
-
-def haiku_case(key, x):
-    net = hk.without_apply_rng(hk.transform_with_state(lambda x: HaikuNet()(x)))
+    net = hk.without_apply_rng(hk.transform_with_state(model))
 
     def loss(params, state, x, y):
         predictions, state = net.apply(params, state, x)
@@ -69,9 +67,6 @@ def equinox_case(key, x):
     return loss, model, state
 
 
-CASES = {"haiku": haiku_case, "equinox": equinox_case}
-
-
 def gradients(loss, count, policy, **options):
     batch = jmpx.Batch(microbatches=count)
     return filter_value_and_grad(
@@ -101,24 +96,24 @@ def assert_same_averages(a, b):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("framework", "policy"), [("haiku", "c=bf16"), ("equinox", "full")])
-def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng, key):
+@pytest.mark.parametrize(("case", "policy"), [(haiku_case, "c=bf16"), (equinox_case, "full")])
+def test_model_state_is_that_of_one_call_after_the_other(case, policy, rng, key):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
-    loss, params, first = CASES[framework](key, x)
+    loss, params, first = case(key, x)
     steps = [eqx.filter_jit(gradients(loss, n, policy, state_argnum=1)) for n in (COUNT, 1)]
     together, state = steps[0](params, first, x, y), first
 
     def one(x, y):
         nonlocal state
         result = steps[1](params, state, x, y)
-        state = result.value[1][0] if framework == "haiku" else result.value[1]
+        state = result.value[1][0] if case is haiku_case else result.value[1]
         return result
 
     each = one_after_the_other(one, x, y)
     aux = together.value[1]
-    assert_same_averages(aux[0] if framework == "haiku" else aux, state)
+    assert_same_averages(aux[0] if case is haiku_case else aux, state)
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state, first)), strict=True))
-    if framework == "haiku":
+    if case is haiku_case:
         assert_same_bits(aux[1], jnp.stack([result.value[1][1] for result in each]))
     assert_mean_gradients(together, each, atol=1e-7)
 

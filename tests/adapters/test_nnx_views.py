@@ -254,26 +254,23 @@ def test_a_state_that_a_call_replaces_keeps_its_dtype():
 
 # Fields
 
-SHAPES = {"X": (4, 6), "IMAGE": (2, 5, 5, 6), "TOKENS": (3,)}
-
 
 def recurrent(cell, **options):
     return nnx.RNN(getattr(nnx, cell)(6, 6, **options))
 
 
-# Makes a layer with a dtype, and names the shape of its input.
+# Makes a layer with a dtype.
 LAYERS = {
-    "Linear": (functools.partial(nnx.Linear, 6, 3), "X"),
-    "Conv": (functools.partial(nnx.Conv, 6, 3, (3, 3)), "IMAGE"),
-    "Embed": (functools.partial(nnx.Embed, 5, 6), "TOKENS"),
-    "LoRA": (functools.partial(nnx.LoRA, 6, 2, 3), "X"),
-    "BatchNorm": (functools.partial(nnx.BatchNorm, 6, use_running_average=True), "X"),
-    "LayerNorm": (functools.partial(nnx.LayerNorm, 6), "X"),
-    "MultiHeadAttention": (
-        functools.partial(nnx.MultiHeadAttention, 2, 6, decode=False, normalize_qk=True),
-        "X",
+    "Linear": functools.partial(nnx.Linear, 6, 3),
+    "Conv": functools.partial(nnx.Conv, 6, 3, (3, 3)),
+    "Embed": functools.partial(nnx.Embed, 5, 6),
+    "LoRA": functools.partial(nnx.LoRA, 6, 2, 3),
+    "BatchNorm": functools.partial(nnx.BatchNorm, 6, use_running_average=True),
+    "LayerNorm": functools.partial(nnx.LayerNorm, 6),
+    "MultiHeadAttention": functools.partial(
+        nnx.MultiHeadAttention, 2, 6, decode=False, normalize_qk=True
     ),
-    **{cell: (functools.partial(recurrent, cell), "X") for cell in CELLS},
+    **{cell: functools.partial(recurrent, cell) for cell in CELLS},
 }
 # The field, the policy map, the dtype in which the layer computes, and the field by hand.
 SET = [
@@ -293,8 +290,8 @@ SET = [
 )
 @pytest.mark.filterwarnings("ignore:The dtype field of")
 def test_a_rule_sets_the_field_of_a_layer(layer, field, policy_map, dtype, field_by_hand):
-    make, shape = LAYERS[layer][0], SHAPES[LAYERS[layer][1]]
-    x = jnp.arange(3) if shape == (3,) else normal(np.random.default_rng(1), *shape)
+    make, shape = LAYERS[layer], (2, 5, 5, 6) if layer == "Conv" else (4, 6)
+    x = jnp.arange(3) if layer == "Embed" else normal(np.random.default_rng(1), *shape)
     model = randomized(np.random.default_rng(0), make(dtype=field, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     hand_graph = nnx.graphdef(make(dtype=field_by_hand, rngs=nnx.Rngs(0)))

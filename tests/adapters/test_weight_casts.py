@@ -69,11 +69,6 @@ def everything(m, x):
     return without_checkpoint(m, x, rematerialized)
 
 
-@functools.cache
-def net_of(framework, body):
-    return zoo.build(framework, body, X, rng=np.random.default_rng(0))
-
-
 # The casts of parameters in a jaxpr, and in those that its equations carry.
 
 # If its size is that of its operand, the result is that operand in another shape.
@@ -149,7 +144,7 @@ every_framework = pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 @every_framework
 def test_adapters_cast_a_weight_once(framework):
     """Also beside an island, and under a parent that casts."""
-    net = net_of(framework, everything)
+    net = zoo.drawn(framework, everything, *X.shape)
     for policy_map in (
         "c=bf16,o=f32",
         "c=bf16,o=f32; <Inner>: full",
@@ -168,7 +163,7 @@ def test_adapters_cast_a_weight_once(framework):
     ],
 )
 def test_autocast_casts_a_weight_once(framework, body, save):
-    net, said = net_of(framework, body), contextlib.nullcontext()
+    net, said = zoo.drawn(framework, body, *X.shape), contextlib.nullcontext()
     if save and body is everything:  # which is left as the user wrote it
         said = pytest.warns(UserWarning, match="checkpoint")
     with said:
@@ -177,7 +172,7 @@ def test_autocast_casts_a_weight_once(framework, body, save):
 
 @pytest.mark.parametrize("framework", ["haiku", "equinox"])  # NNX promotes to the stored dtype
 def test_gradient_functions_cast_a_weight_once(framework):
-    net = net_of(framework, everything)
+    net = zoo.drawn(framework, everything, *X.shape)
 
     def loss_fn(params, x):
         return net.apply(params, x).astype(jnp.float32).sum()
@@ -189,7 +184,7 @@ def test_gradient_functions_cast_a_weight_once(framework):
 @pytest.mark.versions
 @every_framework
 def test_a_cast_does_not_leak_into_another_trace(framework):
-    net = net_of(framework, everything)
+    net = zoo.drawn(framework, everything, *X.shape)
     apply, model = net.split(net.under("c=bf16,o=f32"))
     gradient = jax.grad(lambda model: apply(model, X).sum())
     jax.eval_shape(jax.jit(gradient), model)

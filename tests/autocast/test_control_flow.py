@@ -25,10 +25,6 @@ from jax.experimental import checkify
 import jmpx
 
 
-def scan_of_products(x, w):
-    return lax.scan(lambda c, x: (jnp.tanh(c @ w + x), c[0]), x, jnp.stack([x, x]))
-
-
 def scan_of_many(x, w):
     def body(carry, n):
         a, b, c, n_, flag, key = carry
@@ -91,10 +87,7 @@ def test_products_in_control_flow_run_in_16_bits(pair, name):
     assert_ran(jmpx.autocast(f), *pair, dot_general="bfloat16")
 
 
-VALUES = rows(CONTROL | LOOPS, "switch", "scan of many dtypes")
-
-
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", rows(CONTROL | LOOPS, "switch", "scan of many dtypes"))
 def test_control_flow_and_its_gradients(pair, name):
     if name in LOOPS:
         check(LOOPS[name], *pair)
@@ -105,7 +98,7 @@ def test_control_flow_and_its_gradients(pair, name):
 STEPS = 2000  # a bfloat16 sum of ones ends at 256, a float16 sum at 2048
 
 
-ONE = jnp.eye(2, dtype=F32)
+ONE = jax.device_put(np.eye(2, dtype=F32))
 
 
 def sum_in_scan(x, w):

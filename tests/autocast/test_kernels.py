@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import F16, F32, assert_same_bits, normal
-from helpers.autocast import (
-    LOW_DTYPES,
-    assert_near,
-    assert_ran,
-    both,
-    check_sides,
-    rows,
-    values,
-)
+from helpers.autocast import LOW_DTYPES, assert_near, assert_ran, both, check_sides, rows, values
 from helpers.jaxprs import equations, equations_of, trace
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name

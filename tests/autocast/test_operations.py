@@ -297,11 +297,7 @@ def with_callbacks(h):
     return io_callback(assert_float32, shape, h, ordered=True)
 
 
-AS_TRACED = {
-    "callbacks": with_callbacks,
-    "ref": with_a_ref,
-    "linear_call": with_linear_call,
-}
+AS_TRACED = {"callbacks": with_callbacks, "ref": with_a_ref, "linear_call": with_linear_call}
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that

@@ -15,10 +15,12 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import jmpx
-from jmpx._autocast import binding, neighbours, rules  # the registry is not public yet
+
+# Private: the registry is not public yet, and marks are shown by no public name.
+from jmpx._autocast import binding, neighbours, rules
 from jmpx._autocast.kinds import low, promote
+from jmpx._jaxprs import marks
 from jmpx._jaxprs.core import operation_name
-from jmpx._jaxprs.marks import Module, is_own_name
 
 # Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
 # 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
@@ -157,4 +159,16 @@ NAMES = [
 
 @pytest.mark.parametrize(("path", "cls", "name", "is_own"), NAMES)
 def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own):
-    assert is_own_name(Module(cls, path), name) == is_own
+    assert marks.is_own_name(marks.Module(cls, path), name) == is_own
+
+
+def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
+    class Marks(dict):
+        def setdefault(self, module, mark):
+            assert marks.module_of(mark) == module
+            return super().setdefault(module, mark)
+
+    monkeypatch.setattr(marks, "_marks", Marks())
+    module = marks.Module(eqx.nn.Linear, "layer")
+    assert len({marks._mark(module) for _ in range(3)}) == 1
+    assert marks.module_of(marks._mark(module)) == module

@@ -174,7 +174,7 @@ def test_what_is_near_is_found_inside_of_inner_functions():
 
 def test_a_class_in_a_function_that_jax_has_traced_before_is_no_unused_rule():
     x = jnp.ones((2, 3))
-    _, apply, model = zoo.build("haiku", zoo.nested, x)
+    _, apply, model = zoo.drawn("haiku", zoo.nested, *x.shape)
     jitted = jax.jit(apply)
     used, unused = (jmpx.autocast(jitted, f"c=bf16; {of}: full") for of in ("HaikuInner", "*/iner"))
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_a_class_in_a_function_that_jax_has_traced_before_is_no_unused_rule():
 
 # Products that stay float32 though autocast was to give them 16 bits.
 
-W = jnp.eye(4) / 2
+W = jax.device_put(np.eye(4, dtype=F32) / 2)
 
 
 def by_hand(x):

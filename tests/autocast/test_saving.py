@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, normal, warns_once
+from helpers import assert_same_bits, exactly, normal, warns_once
 from helpers.autocast import LOW_DTYPES, eleven, rows, seven
 from helpers.jaxprs import equations, equations_of, trace
 from hypothesis import given, strategies as st
@@ -114,11 +114,6 @@ def dtypes_of_operations(fn, *args):
     )
 
 
-# Else XLA:CPU keeps a result of 16 bits in float32 where it fuses what reads it, and where that is
-# depends on what is computed again.
-EXACT: dict[str, Any] = {"xla_allow_excess_precision": False}
-
-
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 @pytest.mark.parametrize("name", rows(MODELS, "custom", "recurrence"))
@@ -134,7 +129,7 @@ def test_nothing_changes(rng, name):
     plain, saving = loss_of(), loss_of(save=save)
     assert any(eqn.primitive.name == "remat2" for eqn in equations_of(saving, params))
     assert dtypes_of_operations(saving, params) == dtypes_of_operations(plain, params)
-    grads = [jax.jit(jax.grad(f), compiler_options=EXACT)(params) for f in (plain, saving)]
+    grads = [exactly(jax.grad(f))(params) for f in (plain, saving)]
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads[0]))
     assert_same_bits(*grads)
     assert benchmark.residual_bytes(saving, params) < benchmark.residual_bytes(plain, params)
@@ -228,8 +223,7 @@ def test_what_differs_is_not_shared(arrays, name):
         return jnp.square(cast(arrays[0], ws)).sum()
 
     grads = jax.grad(functools.partial(loss, save="products")), jax.grad(loss)
-    results = [jax.jit(grad, compiler_options=EXACT)(arrays[1][:4]) for grad in grads]
-    assert_same_bits(*results)
+    assert_same_bits(*(exactly(grad)(arrays[1][:4]) for grad in grads))
 
 
 def test_each_layer_keeps_its_name_and_its_line(arrays):
@@ -416,10 +410,10 @@ def grads_of(model, weights, saves=SAVES):
     grads, counts = [], []
     for save in (None, *saves):
         cast = jmpx.autocast(model, save=save)
-        grad = jax.jit(jax.grad(lambda weights, f=cast: jnp.square(f(weights)).sum()))
+        grad = exactly(jax.grad(lambda weights, f=cast: jnp.square(f(weights)).sum()))
         lowered = grad.lower(weights)
         counts.append(lowered.as_text().count("dot_general"))
-        grads.append(lowered.compile(EXACT)(weights))
+        grads.append(lowered.compile()(weights))
     return grads, counts
 
 

@@ -8,21 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F32, assert_same_bits, normal
-from helpers.autocast import (
-    assert_near,
-    assert_ran,
-    both,
-    check,
-    check_sides,
-    rows,
-    values,
-)
+from helpers.autocast import assert_near, assert_ran, both, check, check_sides, rows, values
 from helpers.jaxprs import equations_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
-from jmpx._autocast import reads  # no public name moves shards in float32, which is the reference
 
 # Other tests are about this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:No product runs in 16 bits")
@@ -294,12 +285,12 @@ def test_shards_that_products_alone_read_travel_in_16_bits(rng, name, check_vma)
     assert sorted(moved(grad, *args, names=MOVES)) == sorted(forward + backward)
 
 
-def test_the_bits_are_those_of_shards_that_travel_in_float32(rng, monkeypatch):
-    cast = jmpx.autocast(on_devices("to all"), "c=f16")
+def test_the_bits_are_those_of_shards_that_travel_in_float32(rng):
+    policies = "c=f16", "by=operations,c=f16; op.all_to_all: f32"
+    casts = [jmpx.autocast(on_devices("to all"), policy) for policy in policies]
     args = normal(rng, 16, 16), normal(rng, 128, 16)
-    narrow = gradients(cast)(*args)
-    monkeypatch.setattr(reads, "_MOVES", frozenset())
-    assert_same_bits(narrow, gradients(cast)(*args))
+    assert [moved(cast, *args, names=MOVES) for cast in casts] == [["float16"], ["float32"]]
+    assert_same_bits(*(gradients(cast)(*args) for cast in casts))
 
 
 # Slices of a scan that products alone read: cast once, before the loop, and to the same bits.

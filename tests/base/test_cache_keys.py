@@ -65,7 +65,8 @@ VIEWS = {
 
 def make_case(kind):
     """A class, a call of a jitted function that runs it, and the list of its traces."""
-    net = zoo.build("haiku" if kind == "plain" else kind.split()[0], product, X)
+    framework = "haiku" if kind == "plain" else kind.split()[0]
+    net = zoo.build(framework, product, X, rng=np.random.default_rng(0))
     jit = {"equinox": eqx.filter_jit, "nnx": nnx.jit}.get(kind, jax.jit)
     jitted, traces = counted(VIEWS.get(kind, net.apply), jit)
 

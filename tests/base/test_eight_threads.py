@@ -30,9 +30,6 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
-# For marks that look at themselves.
-from jmpx._jaxprs import marks
-
 THREADS = 8
 DTYPES = ("float32", "float16", "bfloat16")
 MATMULS = (None, "high", "highest")
@@ -313,15 +310,3 @@ def test_nothing_changes_the_filters_of_warnings_which_all_threads_share(monkeyp
     assert {y.dtype for y in results} == {x.dtype}
     with pytest.raises(AssertionError):  # An instance has the method that its class hides.
         view.__post_init__()
-
-
-def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
-    class Marks(dict):
-        def setdefault(self, module, mark):
-            assert marks.module_of(mark) == module
-            return super().setdefault(module, mark)
-
-    monkeypatch.setattr(marks, "_marks", Marks())
-    module = marks.Module(eqx.nn.Linear, "layer")
-    assert len({marks._mark(module) for _ in range(3)}) == 1
-    assert marks.module_of(marks._mark(module)) == module

@@ -93,16 +93,6 @@ def test_set_policy_between_pushes_that_end_out_of_order(name):
     jmpx.clear_policy(PUSHES[name])
 
 
-def test_haikus_class_policies_come_back_from_contexts_that_end_out_of_order():
-    policy = jmpx.get_policy("c=f16")
-    with hk.mixed_precision.push_policy(HaikuModule, policy):  # pyright: ignore[reportArgumentType]
-        first, second = jmpx.haiku.policies("c=bf16"), jmpx.haiku.policies("c=bf16")
-        for change, context in [(enter, first), (enter, second), (leave, first), (leave, second)]:
-            change(context)
-            assert run_haiku() == F16
-        assert hk.mixed_precision.get_policy(HaikuModule) is policy
-
-
 # Entry that is refused, and frameworks' own interceptors
 
 

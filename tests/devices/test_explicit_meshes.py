@@ -33,11 +33,6 @@ def make_params(rng):
     return {"w": normal(rng, 16, 32) / 4, "b": normal(rng, 32), "v": normal(rng, 32, 8) / 6}
 
 
-def assert_split_as(grads, params):
-    for name, grad in grads.items():
-        assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
-
-
 def loss_fn(params, x, y):
     """Says shardings where JAX demands it of explicit ones."""
     if jax.typeof(params["v"]).sharding.spec != P(None, None):
@@ -283,7 +278,7 @@ def test_a_cell_of_the_table(index, rng):
     expected = jax.jit(jax.grad(of_all))(params)
     for name, grad in found.items():
         np.testing.assert_allclose(np.asarray(grad), expected[name], rtol=0.05, atol=5e-3)
-    assert_split_as(found, placed)
+        assert grad.sharding.is_equivalent_to(placed[name].sharding, grad.ndim)
 
 
 def test_shards_are_gathered_under_shard_map(rng):

@@ -34,10 +34,6 @@ def over_vmap(run, *args):
     return mapped(run, "vmap")(*args)
 
 
-def make_params(rng):
-    return {"rows": normal(rng, 8, 6), "columns": normal(rng, 6, 4), "whole": normal(rng, 4)}
-
-
 def shards(params):
     """Splits parameters by `AXES`; the parts of a leaf are along a new first axis."""
     return {
@@ -75,15 +71,12 @@ def dtypes_of(text, kind):
 
 @pytest.mark.parametrize(
     ("how", "compute"),
-    [
-        ("shard_map", "float16"),
-        ("shard_map without vma", "float32"),
-        ("vmap", "bfloat16"),
-    ],
+    [("shard_map", "float16"), ("shard_map without vma", "float32"), ("vmap", "bfloat16")],
 )
 def test_values_and_gradients_against_float64(how, compute, rng):
     """Values are those of the rounded parameters, gradients are summed over the devices."""
-    params, batch = make_params(rng), normal(rng, DEVICES, 3, 8) / 4
+    params = {"rows": normal(rng, 8, 6), "columns": normal(rng, 6, 4), "whole": normal(rng, 4)}
+    batch = normal(rng, DEVICES, 3, 8) / 4
     args, reduces = (shards(params), batch), ("", "bfloat16", "float16")
     step = mapped(gradients(compute, reduces), how)
     if how != "vmap":

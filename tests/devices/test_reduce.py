@@ -191,11 +191,7 @@ OVERFLOWS = {"float16": [3.0, 0.0, 0.0, 0.0], "bfloat16": [0.225] * 4, "float32"
 
 @pytest.mark.parametrize(
     ("how", "reduce"),
-    [
-        ("shard_map", "bfloat16"),
-        ("shard_map without vma", "float16"),
-        ("pmap", "float32"),
-    ],
+    [("shard_map", "bfloat16"), ("shard_map without vma", "float16"), ("pmap", "float32")],
 )
 def test_an_overflow_in_the_sum_is_seen_by_all_devices(how, reduce):
     largest = float(jnp.finfo(reduce).max)

@@ -222,10 +222,6 @@ def contrasts(w, x, everything=gather):
     return -jax.nn.log_softmax((x @ w) @ everything(x @ w).T).mean()
 
 
-def contrasts_of_all(w, x):
-    return contrasts(w, x, lambda x: x)
-
-
 def normalized(w, x, mean=lambda x: x):
     """By a norm over the batch."""
     return square(w / jnp.sqrt(mean(square(w, x))), x)
@@ -260,7 +256,7 @@ USES = {
     "placed": Use(placed, True, ("own",)),
     "stages": Use(stages, True, ("own",), None, last_of_stages),
     "replica": Use(square, False, (False,), True),
-    "contrasts": Use(contrasts, False, (False,), True, contrasts_of_all),
+    "contrasts": Use(contrasts, False, (False,), True, lambda w, x: contrasts(w, x, lambda x: x)),
     "picked": Use(picked, False, (False,)),
     "picked by rows": Use(
         lambda w, x: square(gather(w[place() + jnp.arange(2)]), x), False, (False,)

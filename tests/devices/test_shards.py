@@ -15,9 +15,11 @@ from helpers.training import LOSS_SCALES
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx._steps.differentiation  # to leave out the search for shards
 import jmpx.mpx as mpx
+
+# Private, to leave out the search for shards: no option does.
 from jmpx._devices.exchanges import Source
+from jmpx._steps import differentiation
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -173,7 +175,7 @@ def test_the_flag_is_common_over_an_axis_that_is_not_averaged(vma, rng):
         scaling, finite, grads = grad_fn(w, x)
         return jax.tree.map(lambda x: x[None], (scaling, finite, jmpx.all_finite(grads)))
 
-    mesh = mesh_of(2, 2, names=("data", "model"))
+    mesh = mesh_of(2, 2)
     specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": P(("data", "model"))}
     mapped = jax.shard_map(run, mesh=mesh, **specs, check_vma=vma)
     scaling, finite, own = jax.jit(mapped)(w, batch)
@@ -400,7 +402,7 @@ def test_it_compiles_to_the_same_and_calls_the_function_once(rng, monkeypatch):
 
     counts, results, times = compile_and_run()
     without = lambda func, *_: (func, Source(None))  # noqa: E731
-    monkeypatch.setattr(jmpx._steps.differentiation, "find_exchanges", without)
+    monkeypatch.setattr(differentiation, "find_exchanges", without)
     plain_counts, plain_results, plain_times = compile_and_run()
     assert counts == plain_counts and times == plain_times == 1
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(plain_results), strict=True):
@@ -411,6 +413,6 @@ def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
     def refuse(*args):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(jmpx._steps.differentiation, "find_exchanges", refuse)
+    monkeypatch.setattr(differentiation, "find_exchanges", refuse)
     loss = lambda w, x: (x @ w).mean()  # noqa: E731
     jmpx.filter_grad(loss, SCALE, policy="full")(normal(rng, 8, 3), normal(rng, 12, 8))

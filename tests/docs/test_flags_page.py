@@ -3,12 +3,11 @@
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import types
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
 from omegaconf import OmegaConf
 
 import jmpx
@@ -34,8 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def run(line, folder):
     """Runs a command of the page, quoted as it is there; returns what it prints."""
-    command = [sys.executable, *shlex.split(line, comments=True)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_python(*shlex.split(line, comments=True), cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

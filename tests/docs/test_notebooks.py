@@ -1,11 +1,11 @@
 """The notebooks: they run from top to bottom, and are committed without outputs."""
 
-import configparser
 import json
 import re
 
 import pytest
 from helpers import ROOT
+from helpers.packaging import SETUP
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
@@ -22,9 +22,7 @@ def test_it_is_committed_without_outputs(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_its_first_cell_installs_from_where_the_metadata_says(path):
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    address = setup["metadata"].get("url")
+    address = SETUP["metadata"].get("url")
     source = f"'jmpx @ git+{address}'" if address else "jmpx"
     first = "".join(cells(path, "code")[0]["source"])
     assert re.search(rf"%pip install --quiet {re.escape(source)}(\s|$)", first)

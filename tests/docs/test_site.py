@@ -5,21 +5,15 @@ import html.parser
 import http.server
 import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.parse
 
 import pytest
 from helpers import ROOT
-from helpers.browser import chromium, find_chromium
+from helpers.browser import build_site, chromium
 
 pytestmark = pytest.mark.slow
 
-EXTENSIONS = (
-    *("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design"),
-    "matplotlib",
-)
 DESKTOP, PHONE = 1280, 375  # pixels
 GENERATED = {"search.html"}  # without a text of its own; no page needs to lead to it
 # What attributes load into a page, besides images and scripts; an `a` only leads elsewhere.
@@ -55,15 +49,8 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site."""
-    for name in EXTENSIONS:
-        pytest.importorskip(name, reason=f"{name} is in the docs extra")
     folder = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    build_site(ROOT, folder)
     return folder
 
 
@@ -168,10 +155,7 @@ def server(site):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """A headless Chromium."""
-    executable = find_chromium()
-    if executable is None:
-        pytest.skip("there is no Chromium on this machine")
-    with chromium(executable, str(tmp_path_factory.mktemp("profile"))) as running:
+    with chromium(tmp_path_factory.mktemp("profile")) as running:
         yield running
 
 

@@ -2,25 +2,19 @@
 
 import contextlib
 import importlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 
 import pytest
 from helpers import ROOT
-from helpers.browser import chromium, find_chromium
+from helpers.browser import build_site, chromium
 
 sys.path.append(str(ROOT / "docs" / "_ext"))
 versions = importlib.import_module("versions")
 
 URL = "https://example.org/someone/jmpx"
-EXTENSIONS = (
-    *("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design"),
-    "matplotlib",
-)
 PAGES = {
     "index": "# First\n\n[more](more.md)\n",
     "more": "# More\n\nSee [the training](../examples/train.py) and [examples](../examples/).\n",
@@ -48,8 +42,6 @@ def test_the_first_page_leads_to_the_newest_version(tmp_path):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A few pages, built as the manual is, with the address of a repository in setup.cfg."""
-    for name in EXTENSIONS:
-        pytest.importorskip(name, reason=f"{name} is in the docs extra")
     root = tmp_path_factory.mktemp("repository")
     setup = (ROOT / "setup.cfg").read_text()
     (root / "setup.cfg").write_text(setup.replace("[metadata]\n", f"[metadata]\nurl = {URL}\n"))
@@ -64,12 +56,7 @@ def site(tmp_path_factory):
         file = root / "docs" / f"{page}.md"
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", "site"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    result = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    build_site(root, root / "site")
     return root / "site"
 
 
@@ -94,9 +81,6 @@ def wait_for_page(browser, end):
 
 @pytest.mark.slow
 def test_a_reader_switches_between_versions(site, tmp_path):
-    executable = find_chromium()
-    if executable is None:
-        pytest.skip("there is no Chromium on this machine")
     for name in ("0.3", "0.4"):
         shutil.copytree(site, tmp_path / "sites" / name)
     (tmp_path / "sites" / "0.4" / "more.html").unlink()
@@ -108,7 +92,7 @@ def test_a_reader_switches_between_versions(site, tmp_path):
         setTimeout(() => select.dispatchEvent(new Event("change")), 50);
     })()"""
     at = (tmp_path / "sites" / "0.3").as_uri()
-    with chromium(executable, str(tmp_path / "profile")) as browser:
+    with chromium(tmp_path / "profile") as browser:
         browser.open_page(f"{at}/index.html")
         assert browser.evaluate(shown) == [] and browser.complaints() == []
         versions.join(tmp_path / "sites")

@@ -1,6 +1,5 @@
 """The vision transformer's reader of CIFAR: archives, what it refuses, and a run on one."""
 
-import importlib.util
 import io
 import os
 import pickle
@@ -10,18 +9,9 @@ import tarfile
 
 import numpy as np
 import pytest
-from helpers.examples import FOLDER, SMALL, run_vit
+from helpers.examples import SMALL, example, run_vit
 
-
-def load_datasets():
-    spec = importlib.util.spec_from_file_location("vit_datasets", FOLDER / "datasets.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-datasets = load_datasets()
+datasets = example("equinox/datasets.py")
 
 
 def write_archive(folder, name, contents):
@@ -132,8 +122,6 @@ def test_a_hostile_archive_is_refused_with_one_sentence(rng, tmp_path):
 
 HOSTILE = {
     "builtins.eval": lambda: Payload(eval, "open(marker, 'w')"),
-    "builtins.getattr": lambda: Payload(getattr, "", "join"),
-    "importlib.import_module": lambda: Payload(importlib.import_module, "this"),
     "numpy.fromfile": lambda: Payload(np.fromfile, "/etc/hostname"),
     "subprocess.Popen": lambda: Payload(subprocess.Popen, ["true"]),
     "an array of dtype 'O8'": lambda: np.array([None]),

@@ -1,12 +1,9 @@
 """The plots of `examples/equinox/history.py`."""
 
-import runpy
 import struct
-from pathlib import Path
 
 import pytest
-
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "equinox" / "history.py"))
+from helpers.examples import example
 
 
 @pytest.mark.thorough
@@ -20,9 +17,10 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "equinox" /
     ],
 )
 def test_the_loss_scale_is_drawn_if_it_changed_or_skipped_steps(scales, skipped, panels, tmp_path):
-    history = SCRIPT["History"]()
+    script = example("equinox/history.py")
+    history = script.History()
     history.losses, history.accuracies = [3.0, 2.0, 1.0], [0.5]
     history.scales, history.skipped = scales, skipped
-    SCRIPT["draw"](history, "title", str(tmp_path / "plot.png"))
+    script.draw(history, "title", str(tmp_path / "plot.png"))
     _, height = struct.unpack(">II", (tmp_path / "plot.png").read_bytes()[16:24])
     assert height == 120 * (1 + 2 * panels)

@@ -93,9 +93,6 @@ def test_what_a_program_sets_is_parsed(define, given):
 
 
 def test_a_program_that_contradicts_the_command_line_is_refused(define):
-    mp, values = define("--mp_scale_type=Dynamic")
-    with pytest.raises(flags.IllegalFlagValueError, match="--mp_scale_type=Dynamic .* contradict"):
-        values.mp_loss_scale = "static=8"
     for name, value in (("scale_type", "Dynamic"), ("scale_value", 16.0)):
         mp, values = define("--mp_loss_scale=static=8")
         with pytest.raises(flags.IllegalFlagValueError, match="contradict"):

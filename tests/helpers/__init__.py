@@ -5,6 +5,7 @@ import doctest
 import functools
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 
+import jmpx
+
 ROOT = pathlib.Path(__file__).parents[2]
 F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
 LOG: list = []  # what modules of the tests note; it is empty when a test begins
@@ -21,7 +24,13 @@ MIXED = "c=bf16,o=f32"
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.normal(size=shape), F32)
+    """A float32 array; `jnp.asarray` would compile a program for each new shape."""
+    return jax.device_put(np.asarray(rng.normal(size=shape), F32))
+
+
+def versions(*values):
+    """Parameters of a test that the default run leaves out, and that each line of JAX has."""
+    return pytest.param(*values, marks=[pytest.mark.thorough, pytest.mark.versions])
 
 
 def dtypes(tree):
@@ -66,15 +75,25 @@ if jax.__version_info__ < (0, 11):  # later versions have MLIR's emitters only
 LESS_OPTIMIZED = "--xla_backend_optimization_level=1"
 
 
-def start_python(*arguments, xla_flags="", **environment):
+def start_python(*arguments, xla_flags="", cwd=None, **environment):
     """Starts a Python process without the XLA flags of these tests."""
     return subprocess.Popen(
         [sys.executable, *arguments],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "XLA_FLAGS": xla_flags, **environment},
     )
+
+
+def compiling_once(folder):
+    """Environment variables by which processes load what others have compiled from a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def finish(process):
@@ -85,6 +104,36 @@ def finish(process):
 
 def run_python(*arguments, **options):
     return finish(start_python(*arguments, **options))
+
+
+def run_jmpx(*arguments):
+    """Returns the exit code of `python -m jmpx`, in this process: each of its own costs seconds."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr(sys, "argv", ["jmpx", *arguments])
+        runpy.run_path(str(pathlib.Path(jmpx.__file__).with_name("__main__.py")), None, "__main__")
+    return exit.value.code
+
+
+def exactly(run):
+    """Compiles a function so that it rounds to 16 bits where its operations do, one by one.
+
+    Elsewhere XLA may keep float32 between them, and then two functions look alike that differ.
+    """
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+
+
+def bits_of(array):
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def error_of(capsys, *arguments):
+    """Returns the one line with which `python -m jmpx` ends."""
+    assert run_jmpx(*arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.endswith("\n")
+    (line,) = printed.err.splitlines()
+    return line
 
 
 def assert_same_bits(a, b):

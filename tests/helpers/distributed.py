@@ -1,6 +1,5 @@
 """Runs the Haiku example on many devices, with a small network and with planted faults."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from helpers import QUICK_XLA, ROOT, start_python
+from helpers import QUICK_XLA, ROOT, compiling_once, start_python
 
 FOLDER = ROOT / "examples" / "haiku"
 SCRIPT = ROOT / "tests" / "helpers" / "faults.py"
@@ -24,15 +23,7 @@ class Step(NamedTuple):
     digests: tuple[str, ...]
 
 
-def example(name: str) -> Any:
-    """Imports a file of the example that does without flags."""
-    spec: Any = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def start_training(*arguments: str, cache: str = "", **faults: Any) -> subprocess.Popen:
+def start_training(*arguments: str, cache: Path, **faults: Any) -> subprocess.Popen:
     """Starts the example with faults.
 
     Args:
@@ -40,17 +31,12 @@ def start_training(*arguments: str, cache: str = "", **faults: Any) -> subproces
         cache: a folder for what XLA has compiled.
         **faults: as `faults.py` says.
     """
-    caching = {
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     return start_python(
         *("-W", "error", str(SCRIPT), "--mp_policy=16-mixed", "--batch_size=8", *arguments),
         xla_flags=QUICK_XLA,
         PYTHONPATH=os.pathsep.join([str(FOLDER), *sys.path]),  # also the jmpx of this process
         FAULTS=json.dumps(faults),
-        **(caching if cache else {}),
+        **compiling_once(cache),
     )
 
 

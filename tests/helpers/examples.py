@@ -1,14 +1,30 @@
 """Runs the example scripts as a user runs them, and code beside their functions."""
 
+import importlib.util
 import json
 import os
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 from helpers import QUICK_XLA, ROOT, finish, start_python
 
 FOLDER = ROOT / "examples" / "equinox"
 SMALL = ["--width=16", "--depth=1", "--heads=2"]
+
+
+def example(path: str) -> Any:
+    """Imports a file of the examples that does without flags."""
+    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "examples" / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    """Returns the files of a checkpoint, or of several."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def start_vit(*arguments, devices=1, xla_flags=QUICK_XLA):
@@ -23,7 +39,7 @@ def run_vit(*arguments, devices=1):
     return finish(start_vit(str(FOLDER / "train_vit.py"), *arguments, devices=devices))
 
 
-def accuracy_of(result, epochs, scale=r"[\d.]+"):
+def accuracy_of(result, epochs, scale: object = r"[\d.]+"):
     """Returns the accuracy that a training printed last, whose epochs skipped no step."""
     assert result.returncode == 0, result.stderr
     *lines, last = result.stdout.splitlines()
@@ -38,11 +54,6 @@ def accuracy_of(result, epochs, scale=r"[\d.]+"):
     assert found and float(found[2]) > 0
     assert "step/s" in result.stderr  # the progress bar
     return float(found[1])
-
-
-def start_probe(code, *arguments, devices=1):
-    """Runs code beside the script's functions, whose flags can be defined once in a process."""
-    return start_vit("-c", code, *arguments, devices=devices)
 
 
 def answer(process):
@@ -74,15 +85,17 @@ print(json.dumps([run(arguments) for arguments in json.loads(sys.argv[2])]))
 """
 
 
-def run_wrong_flags(path, cases):
-    """Runs a script with each list of arguments in one process, which imports it once.
+def assert_refused(path, cases):
+    """Holds that a script ends with one clear line: in one process, which imports it once.
 
-    Returns:
-        For each list, the exit status and the output.
+    Args:
+        path: the script.
+        cases: its arguments in one string, each with a part of that line.
     """
-    return answer(
-        start_python(
-            *("-W", "error", "-c", WRONG_FLAGS, path.stem, json.dumps(cases)),
-            PYTHONPATH=str(path.parent),
-        )
+    given = json.dumps([arguments.split() for arguments, _ in cases])
+    process = start_python(
+        *("-W", "error", "-c", WRONG_FLAGS, path.stem, given), PYTHONPATH=str(path.parent)
     )
+    for (arguments, message), (status, output) in zip(cases, answer(process), strict=True):
+        assert status == 1 and "Traceback" not in output, arguments
+        assert sum(message in line for line in output.splitlines()) == 1, (arguments, output)

@@ -1,6 +1,6 @@
 """`examples/haiku/train_distributed.py` with a small network, few images, and planted faults.
 
-FAULTS, in the environment, is a JSON object that may hold
+FAULTS, in the environment, is a JSON object that holds "log" and may hold the others:
 
     "nan": [step, example]      an image of that step's batch, which one device reads
     "kill": [step, process]     the process ends by SIGKILL before the step
@@ -89,7 +89,6 @@ def note(state: Any) -> None:
 if __name__ == "__main__":
     train.ResNet, train.load_digits = ResNet, load_digits
     train_distributed.batch_at = batch_with_faults
-    if "log" in FAULTS:
-        Path(FAULTS["log"], f"{os.getpid()}.pid").write_text(str(os.getpid()))
-        train_distributed.make_step, train.end_if_diverged = make_noted_step, note
+    Path(FAULTS["log"], f"{os.getpid()}.pid").write_text(str(os.getpid()))
+    train_distributed.make_step, train.end_if_diverged = make_noted_step, note
     app.run(train_distributed.main)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmpx
-from helpers import ROOT, float16_training as training
+from helpers import ROOT, compiling_once, float16_training as training
 from helpers.float16_training import State
 
 STEPS, OVERFLOWS = 150, 9  # and how many of them are planted
@@ -174,11 +174,7 @@ def train(folder: Path, form: str, steps: int) -> None:
 
 def start(folder: Path, form: str, steps: int) -> subprocess.Popen[str]:
     """Starts the training; what the first process compiles, the others read."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    cache = compiling_once(folder.parent / "compiled")
     command = [sys.executable, "-m", "helpers.kills", str(folder), form, str(steps)]
     environment = os.environ | cache | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 import jmpx.flax
 from helpers import LOG, normal
@@ -12,7 +12,7 @@ def init(rng, model, *args):
     """Variables with random parameters that 16 bits would round; in other collections are ones."""
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *args))
     LOG.clear()
-    variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    variables = jax.device_put(jax.tree.map(lambda a: np.ones(a.shape, a.dtype), shapes))
     params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), shapes["params"])
     return {**variables, "params": params}
 

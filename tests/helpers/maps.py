@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from helpers import enable_x64
 
@@ -13,9 +13,10 @@ DEVICES, AXIS = 4, "data"
 MAPS = ["shard_map", "shard_map without vma", "vmap", "pmap"]
 
 
-def mesh_of(*sizes, names=(AXIS,)):
+def mesh_of(*sizes, names=(AXIS, "model"), axis_type=AxisType.Auto):
     """The first devices, as a mesh of these sizes."""
-    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), names)
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, names[: len(sizes)], axis_types=(axis_type,) * len(sizes))
 
 
 def mapped(run, how, in_axes: Any = 0, *, names=AXIS, devices=DEVICES):

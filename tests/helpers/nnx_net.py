@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 import jmpx.flax
-from helpers import F32, LOG, assert_same_bits, normal
+from helpers import F32, LOG, assert_same_bits
 from helpers.jaxprs import dots
 
 
@@ -89,14 +89,15 @@ class Square(nnx.Module):
 def make(rng, cls=Net, **options):
     """A model with random parameters and statistics that 16 bits would round."""
     graph, state = nnx.split(nnx.eval_shape(lambda: cls(nnx.Rngs(0), **options)))
-    model = nnx.merge(graph, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
-    return randomized(rng, model)
+    zeros = lambda a: (np if isinstance(a.dtype, np.dtype) else jnp).zeros(a.shape, a.dtype)  # noqa: E731
+    return randomized(rng, nnx.merge(graph, jax.device_put(jax.tree.map(zeros, state))))
 
 
 def randomized(rng, model):
     """The model with random parameters and statistics; it is changed itself."""
     state = nnx.state(model, (nnx.Param, nnx.BatchStat))
-    nnx.update(model, jax.tree.map(lambda a: jnp.abs(normal(rng, *a.shape)) + 0.5, state))
+    draw = lambda a: np.asarray(abs(rng.normal(size=a.shape)) + 0.5, F32)  # noqa: E731
+    nnx.update(model, jax.device_put(jax.tree.map(draw, state)))
     return model
 
 

@@ -1,10 +1,13 @@
-"""The files of the repository, copied as a fresh clone has them."""
+"""The metadata of the package; the files of the repository, copied as a fresh clone has them."""
 
+import configparser
 import pathlib
 import shutil
 
 from helpers import ROOT
 
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
 FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
     .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE MANIFEST.in README.md

@@ -1,30 +1,14 @@
 """One model in four frameworks, with a layer in its middle that a test gives it."""
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from helpers import zoo
+from helpers import normal, zoo
 from helpers.zoo import FRAMEWORKS as FRAMEWORKS
 
 WIDTH = 4
-
-
-def outlined(framework, body, *args):
-    """A model of the zoo that has shapes in place of its arrays, so that nothing is computed."""
-    nets = []
-
-    def make():
-        net = zoo.build(framework, body, *args)
-        nets.append(net._replace(model=None))
-        return net.model
-
-    evaluate = {"nnx": nnx.eval_shape, "equinox": eqx.filter_eval_shape}
-    model = evaluate.get(framework, jax.eval_shape)(make)
-    return nets[0]._replace(model=model)
 
 
 def _outermost_calls(layer, x):
@@ -57,7 +41,7 @@ def planted(framework, layer, policy, rows=2):
     if framework == "haiku":
         net = _outermost_calls(layer, x)
     else:
-        net = outlined(framework, body, x)
+        net = zoo.outlined(framework, body, x)
     if framework in ("nnx", "equinox"):
         net = net._replace(model=drawn_model(net.model, np.random.default_rng(0)))
     run = net.under(policy)
@@ -71,5 +55,5 @@ def planted(framework, layer, policy, rows=2):
 def drawn_model(model, rng):
     """A model, or its parameters, with normal numbers in place of its arrays or their shapes."""
     is_array = lambda leaf: hasattr(leaf, "shape")  # noqa: E731
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)  # noqa: E731
+    draw = lambda leaf: normal(rng, *leaf.shape)  # noqa: E731
     return jax.tree.map(lambda leaf: draw(leaf) if is_array(leaf) else leaf, model)

@@ -44,6 +44,9 @@ def policy_maps():
     )
 
 
+READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
+
+
 def given_value_or_sentence(read, value):
     """Returns what reading a value gives: an object, or the sentence of the error."""
     try:

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmpx
-from helpers import enable_x64, normal
+from helpers import maps, normal
 
 LOSS_SCALES = {
     "NoOp": jmpx.NoOpLossScale,
@@ -19,10 +19,7 @@ POLICIES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 def make_params(rng):
-    return {
-        "w": normal(rng, 6, 3),
-        "b": normal(rng, 3),
-    }
+    return {"w": normal(rng, 6, 3), "b": normal(rng, 3)}
 
 
 def loss_fn(params, x):
@@ -46,19 +43,12 @@ def value(loss_scale):
 EXAMPLES = 24
 
 
-def make_mesh(*sizes, names=("data", "model"), axis_type=AxisType.Auto):
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, names[: len(sizes)], axis_types=(axis_type,) * len(sizes))
-
-
 def over(devices):
-    return NamedSharding(make_mesh(devices), P("data"))
+    return NamedSharding(maps.mesh_of(devices), P("data"))
 
 
 def in_float64(params, *args, loss=loss_fn):
-    with enable_x64():
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, *args))
-        return jax.device_get(jax.jit(jax.value_and_grad(loss))(*wide))
+    return maps.in_float64(loss, params, *args)
 
 
 def assert_near(result, reference, tolerance=2e-6):

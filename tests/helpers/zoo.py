@@ -28,6 +28,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from helpers import normal
 
 Body = Callable[..., Any]
 
@@ -319,8 +320,22 @@ def _equinox(body, key, args):
     return lambda model, *args: model(*args), _equinox_module(EquinoxNet, body, key, args)
 
 
+INNER = {"haiku": HaikuInner, "linen": LinenInner, "nnx": NNXInner}  # Equinox: one for each body
 _MAKERS = {"haiku": _haiku, "linen": _linen, "nnx": _nnx, "equinox": _equinox}
 FRAMEWORKS = tuple(_MAKERS)
+
+
+def outlined(framework: str, body: Body, *args: Any) -> Net:
+    """Makes a model that has shapes in place of its arrays, so that nothing is computed."""
+    applies = []
+
+    def init():
+        apply, model = _MAKERS[framework](body, jax.random.key(0), args)
+        applies.append(apply)
+        return model
+
+    model = (nnx.eval_shape if framework == "nnx" else jax.eval_shape)(init)
+    return Net(framework, applies[0], model)
 
 
 def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
@@ -334,24 +349,21 @@ def build(framework: str, body: Body, *args: Any, rng: Any = None) -> Net:
             float32 numbers that 16 bits would round; by default they are as the framework
             initializes them.
     """
-    make = functools.partial(_MAKERS[framework], body, jax.random.key(0), args)
     if rng is None:
-        return Net(framework, *make())
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), np.float32)  # noqa: E731
-    applies = []
-
-    def init():
-        apply, model = make()
-        applies.append(apply)
-        return model
-
+        return Net(framework, *_MAKERS[framework](body, jax.random.key(0), args))
+    draw = lambda leaf: normal(rng, *leaf.shape)  # noqa: E731
     # Traced, as an initializer that runs has each of its operations compiled.
+    net = outlined(framework, body, *args)
     if framework == "nnx":
-        graph, state = nnx.split(nnx.eval_shape(init))
-        model = nnx.merge(graph, jax.tree.map(draw, state))
-    else:
-        model = jax.tree.map(draw, jax.eval_shape(init))
-    return Net(framework, applies[0], model)
+        graph, state = nnx.split(net.model)
+        return net._replace(model=nnx.merge(graph, jax.tree.map(draw, state)))
+    return net._replace(model=jax.tree.map(draw, net.model))
+
+
+@functools.cache
+def drawn(framework: str, body: Body, *shape: int) -> Net:
+    """Makes a model for an array of this shape, which tests share: it has drawn leaves."""
+    return build(framework, body, np.ones(shape, np.float32), rng=np.random.default_rng(0))
 
 
 _MODULES = {  # as rules name them

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from helpers import BF16, F32, normal, zoo
 from helpers.findings_of import shape
-from helpers.planted_layer import outlined
 from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
@@ -303,7 +302,7 @@ def test_named_scopes_have_rows_and_no_class():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 def test_a_model_has_a_row_for_each_module(framework):
-    net = outlined(framework, zoo.nested, jnp.ones((2, 3)))
+    net = zoo.outlined(framework, zoo.nested, jnp.ones((2, 3)))
     run = net.under("c=f32; */inner: c=bf16; */head: c=f16,o=f32")
     rows = by_path(audited(lambda model, x: jnp.mean(run(model, x) ** 2), net.model, shape(2, 3)))
     root = net.words("<net/>")

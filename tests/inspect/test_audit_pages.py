@@ -1,14 +1,12 @@
 """The pages of docs/ that print reports of jmpx.inspect: those are what their programs print."""
 
-import contextlib
 import importlib
-import linecache
 import re
-import sys
 
 import jax
 import pytest
 from helpers import ROOT, run_python_blocks
+from helpers.pages import blocks, importable, modules
 
 import jmpx
 
@@ -22,11 +20,7 @@ PRINTED = {
     "plan.md": ["report"],  # the rest of its reports need a chip's compiler
     "products.md": ["report"],
 }
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in PRINTED}
-
-
-def blocks(name, language):
-    return re.findall(rf"^```{language}\n(.*?)\n```$", PAGES[name], re.MULTILINE | re.DOTALL)
+AUDITS = ROOT / "docs" / "audit.md"
 
 
 def words(text):
@@ -37,27 +31,13 @@ def words(text):
     return [[word for word in line if not number.fullmatch(word)] for line in lines]
 
 
-@contextlib.contextmanager
-def importable(folder, source):
-    """Changes to a folder with a `model.py`, which is imported from there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
-        (folder / "model.py").write_text(source)
-        sys.modules.pop("model", None)
-        linecache.clearcache()
-        importlib.invalidate_caches()
-        yield
-        sys.modules.pop("model", None)
-
-
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_reports_of_a_page_are_real(name, tmp_path):
-    shown = re.findall(r"`model.py`:\n\n```python\n(.*?)^```$", PAGES[name], re.M | re.DOTALL)
-    with importable(tmp_path, "".join(shown)):
-        names = run_python_blocks(ROOT / "docs" / name)
+    page = ROOT / "docs" / name
+    with importable(modules(page), tmp_path):
+        names = run_python_blocks(page)
         reports = [str(eval(expression, names)) for expression in PRINTED[name]]
-    texts = [text for text in blocks(name, "text") if not text.startswith("Audit of")]
+    texts = [text for text in blocks(page, "text") if not text.startswith("Audit of")]
     for report, text in zip(reports, texts[: len(reports)], strict=True):
         assert words(report) == words(text)
 
@@ -80,15 +60,15 @@ def parts(text):
 
 
 def test_the_reports_of_the_page_of_audits_are_real(tmp_path_factory):
-    model, (patch,) = blocks("audit.md", "python")[0] + "\n", blocks("audit.md", "diff")
+    model, (patch,) = blocks(AUDITS, "python")[0], blocks(AUDITS, "diff")
     mended = model
     for old, new in re.findall(r"^-(.*)\n\+(.*)$", patch, re.MULTILINE):
         assert mended.count(old) == 1
         mended = mended.replace(old, new)
-    shown = [text for text in blocks("audit.md", "text") if text.startswith("Audit of")]
+    shown = [text for text in blocks(AUDITS, "text") if text.startswith("Audit of")]
     for source, expected in zip((model, mended), shown, strict=True):
         with (
-            importable(tmp_path_factory.mktemp("page"), source),
+            importable({"model": source}, tmp_path_factory.mktemp("page")),
             jax.numpy_dtype_promotion("standard"),
         ):
             loss_fn, args = importlib.import_module("model").make()

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from helpers import BF16, F32, zoo
 from helpers.findings_of import found, line_of, shape
-from helpers.planted_layer import outlined
 from jax.core import Tracer
 
 import jmpx
@@ -150,7 +149,7 @@ def test_places_are_lines_of_the_user():
     [("haiku", "modules"), ("linen", "autocast"), ("equinox", "modules"), ("nnx", "autocast")],
 )
 def test_each_product_is_in_its_module_and_its_rule_selects_no_other(framework, road):
-    net = outlined(framework, zoo.nested, jnp.ones((2, 3)))
+    net = zoo.outlined(framework, zoo.nested, jnp.ones((2, 3)))
     root = net.words("<net/>")
     paths = [root + path for path in ("block/inner", "block/outer", "first", "head")]
 

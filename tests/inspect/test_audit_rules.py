@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import BF16, F32, zoo
 from helpers.findings_of import found, shape
-from helpers.planted_layer import outlined, planted
+from helpers.planted_layer import planted
 from models import Transformer, ViT
 
 import jmpx
@@ -85,7 +85,7 @@ def in_gradient_function(policy):
 
 
 def of_zoo(framework, body, x, ends=jnp.mean):
-    net = outlined(framework, body, x)
+    net = zoo.outlined(framework, body, x)
 
     def make(policy):
         run = net.under(policy)
@@ -308,7 +308,7 @@ def softmax_loss(logits):
     ],
 )
 def test_policy_maps(framework, compute):
-    net = outlined(framework, zoo.normed, jnp.ones((2, 5, 8)))
+    net = zoo.outlined(framework, zoo.normed, jnp.ones((2, 5, 8)))
     rule = "*/head: full" if compute == "float32" else KEPT
     run = net.under(f"c={compute},o=f32; LayerNorm: full; {rule}")
     loss = lambda model, x: softmax_loss(jnp.asarray(run(model, x)))  # noqa: E731
@@ -318,7 +318,7 @@ def test_policy_maps(framework, compute):
 
 
 def test_a_step_in_float16_with_a_loss_scale():
-    net, x = outlined("linen", zoo.normed, jnp.ones((2, 5, 8))), shape(2, 5, 8)
+    net, x = zoo.outlined("linen", zoo.normed, jnp.ones((2, 5, 8))), shape(2, 5, 8)
     policy, optimizer = f"c=f16,o=f32; LayerNorm: full; {KEPT}", optax.adamw(1e-3)
     gradient = jmpx.filter_value_and_grad(
         lambda model, x: softmax_loss(jnp.asarray(net.under(policy)(model, x))),

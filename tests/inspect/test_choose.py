@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, normal
+from helpers import enable_x64, normal, run_jmpx
 from helpers.planted_layer import drawn_model, planted
 
 import jmpx
-from jmpx.__main__ import main  # as `python -m jmpx` runs it
 
 choose = jmpx.inspect.choose
 POLICY = "by=operations,c=bf16"
@@ -175,9 +174,9 @@ def make():
 
 def test_the_command_chooses_the_same(tmp_path, capsys):
     run, picture = ["choose", f"{__name__}:make", "--error=0.5"], tmp_path / "choice.png"
-    assert main([*run, "--json", f"--plot={picture}"]) == 0
+    assert run_jmpx(*run, "--json", f"--plot={picture}") == 0
     choice = choose(loss_of_scopes, POLICY, error=0.5)(*make()[1])
     assert json.loads(capsys.readouterr().out) == json.loads(choice.to_json())
     assert picture.stat().st_size > 5000
-    assert main([*run, "--policy=c=bf16"]) == 2
+    assert run_jmpx(*run, "--policy=c=bf16") == 2
     assert "by=modules or by=operations" in capsys.readouterr().err

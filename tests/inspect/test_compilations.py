@@ -12,11 +12,6 @@ from helpers import normal
 
 import jmpx
 
-# What a search adds to a program is compiled with it, and no public function shows it.
-from jmpx._inspect.first_nonfinite.search import Search
-from jmpx._inspect.programs import traced_program
-from jmpx._jaxprs.inner import all_equations
-
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
@@ -80,22 +75,6 @@ def test_a_step_that_fills_rows_with_nan_is_not_compiled_again(rng, compilations
         )
         assert jmpx.inspect.first_nonfinite(loss_fn)(w) is None
         assert compilations() <= few
-
-
-def test_one_reduction_looks_at_all_between_two_products(rng):
-    def fn(params, x):
-        for w in params:
-            x = x @ w
-            for _ in range(10):
-                x = jnp.tanh(x) * 2
-        return x
-
-    jaxpr = traced_program(fn, arguments(rng, 6)).jaxpr
-    search = Search(jaxpr)
-    watch = jax.make_jaxpr(lambda arrays: search._watch_all(lambda x: x, arrays))
-    found = watch([*map(jnp.zeros_like, jaxpr.in_avals)])
-    reductions = [e for e in all_equations(found.jaxpr) if e.primitive.name.startswith("reduce")]
-    assert len(search.watched) == 21 * 6 and 1 <= len(reductions) <= 14
 
 
 def test_an_operation_that_is_found_again_is_not_compiled_again(rng, compilations):

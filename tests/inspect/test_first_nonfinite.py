@@ -1,6 +1,5 @@
 """Planted causes of infinities and NaNs are found, each on its line, and mended by its rule."""
 
-import inspect
 import json
 import re
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import F16, F32, ROOT, enable_x64, normal, run_python_blocks, zoo
+from helpers.findings_of import line_of
 from helpers.planted_layer import planted
 from jax.sharding import PartitionSpec as P
 
@@ -30,29 +30,22 @@ def find(fn, *args):
     return found
 
 
-def line_of(found):
+def place_of(found):
     assert found.place is not None
     return found.place.line
-
-
-def marked_line(function):
-    """Returns the line that is marked by `# HERE`, or the first one."""
-    lines, start = inspect.getsourcelines(function)
-    (offset,) = [i for i, line in enumerate(lines) if "# HERE" in line] or [0]
-    return start + offset
 
 
 # Causes: functions of two arrays of float16
 
 
 def masked_rows(w, x):
-    logits = jnp.where(x > 2, x * w, -1e9)  # HERE
+    logits = jnp.where(x > 2, x * w, -1e9)  # <-
     return total(jax.nn.softmax(logits))
 
 
 def in_a_scan(w, x):
     def body(carry, _):
-        return carry * (w + 1), None  # HERE
+        return carry * (w + 1), None  # <-
 
     return total(jax.lax.scan(body, x, length=20)[0])
 
@@ -60,14 +53,14 @@ def in_a_scan(w, x):
 def in_a_while_loop(w, x):
     def body(carry):
         count, carry = carry
-        return count + 1, carry * (w + 1)  # HERE
+        return count + 1, carry * (w + 1)  # <-
 
     return jax.lax.while_loop(lambda carry: carry[0] < 20, body, (0, x))[1]  # no loss
 
 
 def in_a_scan_backward(w, x):
     def body(carry, _):
-        return carry * 8, None  # HERE
+        return carry * 8, None  # <-
 
     return total(jax.lax.scan(body, w, length=4)[0]) * 100
 
@@ -115,7 +108,7 @@ PLANTED = [
 def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause):
     found = find(loss, HALF, HALF * factor)
     assert found.operation == operation and found.is_backward == is_backward
-    assert line_of(found) == marked_line(loss)
+    assert place_of(found) == line_of(loss)
     assert cause in found.cause and found.rule == ""
     assert any(each.infs or each.nans for each in found.results)
     assert found.loss_scale is None and not found.given
@@ -129,12 +122,12 @@ def test_the_trips_of_loops_are_told():
     data = json.loads(found.to_json())
     assert data["operation"] == "mul" and data["trips"][0]["trip"] == trip
     assert BEYOND in found.cause and not found.is_backward
-    assert data["place"]["line"] == marked_line(in_a_scan) == line_of(found)
+    assert data["place"]["line"] == line_of(in_a_scan) == place_of(found)
     numbers = {"smallest": 2.0**15, "largest": 2.0**15, "nans": 0, "infs": 0}
     assert data["operands"][0] == {"dtype": "float16", "shape": [3], **numbers}
     assert data["results"][0]["infs"] == 3 and data["results"][0]["largest"] is None
     found = find(in_a_scan_backward, HALF, HALF)
-    assert found.is_backward and line_of(found) == marked_line(in_a_scan_backward)
+    assert found.is_backward and place_of(found) == line_of(in_a_scan_backward)
     ((trip, _),) = found.trips
     assert 100 * 8.0**trip < 65504 < 100 * 8.0 ** (trip + 1)
 
@@ -175,7 +168,7 @@ def test_an_infinity_that_goes_nowhere_is_not_reported(loss):
 def test_of_two_causes_the_first_is_told_whatever_jax_does_about_nans():
     def loss(w, x):
         second = lambda: jnp.log(w - w)  # noqa: E731
-        first = jnp.exp(w * 100)  # HERE
+        first = jnp.exp(w * 100)  # <-
         return total(first + second())
 
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -200,10 +193,10 @@ def test_a_constant_is_told_with_the_line_that_reads_it():
     table = np.array([1, np.nan, 2], np.float32)
 
     def loss(w):
-        return (w * jnp.asarray(table)).sum()  # HERE
+        return (w * jnp.asarray(table)).sum()  # <-
 
     found = find(loss, ONES)
-    assert found.given == "a constant" and line_of(found) == marked_line(loss)
+    assert found.given == "a constant" and place_of(found) == line_of(loss)
 
 
 @pytest.mark.thorough
@@ -213,12 +206,12 @@ def test_scanned_layers_tell_which_layer(is_saved):
 
     def layers(w, x):
         def layer(x, w):
-            return jnp.tanh((x * w) ** 3) if is_saved else jnp.maximum(x * w, 0), None  # HERE
+            return jnp.tanh((x * w) ** 3) if is_saved else jnp.maximum(x * w, 0), None  # <-
 
         return total(jax.lax.scan(layer, x, w)[0])
 
     found = find(layers, jnp.array([[8.0], [4e4], [1]], F16), (4 if is_saved else 2) * HALF[:1])
-    assert found.is_backward is False and line_of(found) == marked_line(layers)
+    assert found.is_backward is False and place_of(found) == line_of(layers)
     if not is_saved:
         assert [trip for trip, _ in found.trips] == [1]
         assert [each.largest for each in found.operands] == [16, 4e4]
@@ -228,14 +221,14 @@ def test_inside_of_shard_map():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
 
     def body(w, x):
-        return jax.lax.pmean(total(jnp.exp(x * w)), "d")  # HERE
+        return jax.lax.pmean(total(jnp.exp(x * w)), "d")  # <-
 
     def loss(w, x):
         return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, x)
 
     x = np.array([1, 2, 3, 12], np.float16)  # the second device overflows
     found = find(loss, jnp.ones((), F16), x)
-    assert found.operation == "exp" and line_of(found) == marked_line(body)
+    assert found.operation == "exp" and place_of(found) == line_of(body)
     assert found.operands[0].largest == 12 and found.operands[0].shape == (2,)
     assert look(loss)(jnp.ones((), F16), x / 2) is None
 
@@ -377,7 +370,7 @@ def test_a_rule_that_moves_the_overflow_is_not_the_one_that_mends_it():
 
 def scaled_loss(params, x):
     half = x.astype(F16) @ params["w"].astype(F16)
-    return (half.astype(F32) ** 2).mean()  # HERE
+    return (half.astype(F32) ** 2).mean()  # <-
 
 
 def step(params, loss_scale, x):
@@ -400,7 +393,7 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     assert bool(jmpx.all_finite(params))  # the step was skipped: its results tell nothing
     found = find(step, PARAMS, jmpx.DynamicLossScale(2**18), X)
     assert found.is_backward and found.loss_scale == 2**18 and not found.is_at_floor
-    assert marked_line(scaled_loss) - line_of(found) in (0, 1)
+    assert line_of(scaled_loss) - place_of(found) in (0, 1)
     lower = jmpx.get_loss_scale(found.rule)
     working = float(lower.loss_scale)
     assert np.frexp(working)[0] == 0.5  # to the last digit

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, normal
-from helpers.jaxprs import trace
+from helpers.jaxprs import equations, trace
 from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 # Why private names: all reports of jmpx.inspect rest on these, and none shows a single equation.
+from jmpx._inspect.first_nonfinite.search import Search
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._jaxprs import watched
@@ -246,6 +247,21 @@ def test_a_shard_map_needs_a_state_of_all_devices():
     x, watch = jnp.ones(4), lambda state, *_: state
     with pytest.raises(ValueError, match="Cannot watch inside of the jax.shard_map"):
         jax.eval_shape(lambda x: watched.evaluate(trace(mapped, x), [x], watch, 0), x)
+
+
+def test_one_reduction_looks_at_all_between_two_products(rng):
+    def fn(params, x):
+        for w in params:
+            x = x @ w
+            for _ in range(10):
+                x = jnp.tanh(x) * 2
+        return x
+
+    search = Search(trace(fn, [*normal(rng, 6, 8, 8)], normal(rng, 4, 8)))
+    watch = functools.partial(search._watch_all, lambda x: x)
+    found = trace(watch, [*map(jnp.zeros_like, search.jaxpr.in_avals)])
+    reductions = [e for e in equations(found) if e.primitive.name.startswith("reduce")]
+    assert len(search.watched) == 21 * 6 and 1 <= len(reductions) <= 14
 
 
 # Keys: what shares one, and what does not.

@@ -12,10 +12,10 @@ import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from helpers import enable_x64
+from helpers.adam_step import ADAM, BATCH, WIDTH as N, shapes, step_under
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -26,32 +26,10 @@ from jmpx._inspect.plan import api, child, chips, compiling
 from jmpx._inspect.plan.chips import CHIPS, Chip
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
-N, BATCH = 64, 256
 SHAPE = jax.ShapeDtypeStruct
 POLICIES = ["c=f32", "c=bf16,o=f32"]
 EIGHT = SHAPE((8,), "float32")
-ADAM = optax.adam(1e-3)
 CPU = Chip("cpu", "cpu", "cpu", 2**40, layouts="2x4")
-
-
-def loss_fn(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-def step_under(policy):
-    def step(params, state, x):
-        grads = jax.grad(jmpx.apply_policy(loss_fn, policy))(params, x)
-        updates, state = ADAM.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def shapes():
-    params = [SHAPE((N, N), jnp.float32)] * 2
-    return params, jax.eval_shape(ADAM.init, params), SHAPE((BATCH, N), jnp.float32)
 
 
 def make_step(policy):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.findings_of import shape as f32
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -18,10 +19,6 @@ import jmpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 HAS_FRAMES = jax.__version_info__ >= (0, 9)  # older programs name a line alone, of the call
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def lowered(fn, *args, platform="cuda") -> Any:

@@ -15,6 +15,7 @@ import pytest
 import tpu
 from collectives import partitioned
 from helpers import ROOT
+from helpers.findings_of import shape as f32
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -25,10 +26,6 @@ needs_frames = pytest.mark.skipif(not HAS_FRAMES, reason="HLO names no stack of 
 look = jmpx.inspect.collectives
 MESH = Mesh(np.array(jax.devices()), ("data",))
 ROWS = P("data")
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def mapped(fn, spec: Any = ROWS, out: Any = None, mesh=MESH):

@@ -51,12 +51,6 @@ def run(framework, x, policy_map):
     return net.under(policy_map)(net.model, x)
 
 
-def leaf_of(framework):
-    """Returns the class of the leaves."""
-    classes = {"haiku": zoo.HaikuInner, "linen": zoo.LinenInner, "nnx": zoo.NNXInner}
-    return classes.get(framework) or type(net_of("equinox").model.plain)
-
-
 class LinenLeaf(nn.Module):
     def __call__(self, x):
         note("leaf")
@@ -111,10 +105,10 @@ def test_without_policies_there_is_none(framework):
 def test_policies_of_classes_are_answered_too(framework):
     outside = "float32" if framework == "haiku" else None
     net = net_of(framework)
-    with jmpx.push_policy(leaf_of(framework), "f16"):
+    leaves = zoo.INNER.get(framework) or type(net.model.plain)
+    with jmpx.push_policy(leaves, "f16"):
         net.within(*[f"c={outside}"] if outside else [])(net.model, X)
-    leaves = {policy for name, policy in LOG if name == "leaf"}
-    assert leaves == {"float16"}
+    assert {policy for name, policy in LOG if name == "leaf"} == {"float16"}
     assert {policy for name, policy in LOG if name in ("before", "after")} == {outside}
 
 

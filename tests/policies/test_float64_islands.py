@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, normal, zoo
-from helpers.shapes import shapes_of
+from helpers import enable_x64, zoo
 
 import jmpx
 
@@ -28,9 +27,9 @@ def body(m, x):
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 def test_a_float64_island_in_a_float32_model(framework, rng):
     x = rng.normal(size=(4, 3)).astype(np.float32)
-    shapes, net, whole = shapes_of(framework, body, x)
-    arrays = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), shapes)
+    net = zoo.build(framework, body, x, rng=rng)
     policy = jmpx.get_policy_map(net.words(MAP))
+    apply, arrays = net.split(net.under(policy))
     leaves = {leaf.shape: leaf for leaf in jax.tree.leaves(arrays)}
     first = leaves[(2, 3)].T if framework == "equinox" else leaves[(3, 2)]
     wide: Any = np.float64(x)
@@ -38,7 +37,7 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
     exact = (wide @ first + bias) @ second
 
     def loss_fn(arrays, x):
-        y = net.under(policy)(whole(arrays), x)
+        y = apply(arrays, x)
         assert y.dtype == jnp.float32  # what surrounds the island
         return jnp.sum(y), y
 

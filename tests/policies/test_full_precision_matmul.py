@@ -23,10 +23,6 @@ def dot(x, w):
     return x @ w
 
 
-def convolve(x, w):
-    return lax.conv(x[None], w[..., None], (1,), "SAME")
-
-
 def as_context(f, matmul):
     def inside(*args):
         with jmpx.full_precision(matmul=matmul):
@@ -126,6 +122,7 @@ def test_a_scope_may_be_entered_again():
 
 def test_a_function_of_convolutions():
     x, w = jnp.ones((3, 8)), jnp.ones((4, 3))
+    convolve = lambda x, w: lax.conv(x[None], w[..., None], (1,), "SAME")  # noqa: E731
     inside = jmpx.full_precision(convolve, matmul="highest")
     found = products_of(jax.grad(lambda x, w: (inside(x, w) ** 2).sum(), (0, 1)), x, w)
     assert [(p.operation, p.how) for p in found] == [("convolution", "HIGHEST")] * 3

@@ -10,7 +10,7 @@ import numpy as np
 import omegaconf
 import pytest
 import yaml
-from helpers.policies import given_value_or_sentence, policy_maps
+from helpers.policies import READERS, given_value_or_sentence, policy_maps
 from hypothesis import given, settings, strategies as st
 
 import jmpx
@@ -150,9 +150,6 @@ def test_a_rule_of_yaml_needs_no_quotes(rule):
     mixed = jmpx.get_mixed_precision(yaml.safe_load(f"policy: bf16\nrules:\n- {rule}\n"))
     text = rule.replace("'", "").replace("{compute: f32, output: bf16}", "c=f32,o=bf16")
     assert mixed.policy_map == jmpx.get_policy_map(f"bf16; {text}")
-
-
-READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
 
 
 def test_a_mapping_that_contains_itself_and_a_deep_one():

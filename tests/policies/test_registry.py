@@ -2,9 +2,7 @@
 
 import importlib
 import sys
-from typing import Any
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from helpers import LOG, warns_once
 from helpers.products import products_of
 
 import jmpx
-import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
@@ -68,31 +65,6 @@ def test_set_clear_and_push_of_a_class(cls):
     for _ in range(2):
         jmpx.clear_policy(cls)
         assert jmpx.policy_of(cls) is None
-
-
-BODIES = {
-    "nothing": lambda f: f,
-    "a jit in a derivative": lambda f: jax.grad(jax.jit(lambda x: f(x).sum())),
-    "a checkpoint": jax.checkpoint,
-    "a loop": lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda _, x: f(x), x),
-    "a branch": lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, lambda x: x, x),
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_where_no_method_runs_any_loop_or_branch_counts(name):
-    """A part of a view that is called by itself keeps the dtype of a carry."""
-    layers = eqx.nn.Sequential([eqx.nn.Linear(3, 3, key=jax.random.key(0))])
-    part = jmpx.equinox.with_policies(layers, "c=bf16").layers[0]
-    found = []
-
-    def f(x):
-        y = jax.vmap(part)(x)
-        found.append(y.dtype)
-        return y.astype(jnp.float32)
-
-    jax.make_jaxpr(BODIES[name](f))(X)
-    assert {*found} == {jnp.dtype("float32" if name in ("a loop", "a branch") else "bfloat16")}
 
 
 @pytest.mark.parametrize("make", [local_class, local_module])
@@ -161,21 +133,12 @@ def test_pushing_inside_a_method_of_the_class_is_refused_as_haiku_does():
         hk.transform(lambda x: Inside()(x)).apply({}, None, jnp.ones(2))
 
 
-MAP: Any = jmpx.get_policy_map("c=bf16")
-BAD = [
-    lambda: jmpx.set_policy(hk.Linear, None),  # pyright: ignore[reportArgumentType]
-    lambda: jmpx.set_policy(hk.Linear, "f17"),
-    lambda: jmpx.set_policy(hk.Linear, "c=bf16; BatchNorm: full"),
-    lambda: jmpx.set_policy(Plain, MAP),
-    lambda: jmpx.push_policy(Plain, "f17").__enter__(),
-]
-
-
-@pytest.mark.parametrize("act", BAD)
-def test_bad_input_changes_nothing(act):
-    with pytest.raises((TypeError, ValueError)):
-        act()
-    assert jmpx.policy_of(Plain) is None and jmpx.policy_of(hk.Linear) is None
+@pytest.mark.parametrize("cls", [Plain, hk.Linear])
+def test_a_policy_that_is_refused_changes_nothing(cls):
+    for wrong in ("f17", "c=bf16; BatchNorm: full"):
+        with pytest.raises(ValueError):
+            jmpx.set_policy(cls, wrong)
+        assert jmpx.policy_of(cls) is None
 
 
 @pytest.mark.parametrize("cls", [hk.Linear, nnx.Linear])
@@ -185,8 +148,6 @@ def test_reduce_of_a_class_policy_is_warned_of_once(cls):
         jmpx.set_policy(cls, "c=bf16,r=bf16")
     assert jmpx.policy_of(cls) == jmpx.get_policy("c=bf16,r=bf16")
     jmpx.clear_policy(cls)
-    with warns_once(__file__, says), jmpx.push_policy(cls, jmpx.get_policy("c=bf16,r=bf16")):
-        pass
 
     @jmpx.push_policy(cls, "c=bf16,r=bf16")
     def pushed():
@@ -196,8 +157,6 @@ def test_reduce_of_a_class_policy_is_warned_of_once(cls):
         with warns_once(__file__, says):
             assert pushed() == jmpx.get_policy("c=bf16,r=bf16")
     assert jmpx.policy_of(cls) is None
-    with jmpx.push_policy(cls, "c=bf16,m=highest"):  # no warning
-        pass
 
 
 def test_a_policy_of_jmp_in_haikus_registry_has_no_algorithm_of_its_own():

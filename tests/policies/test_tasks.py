@@ -53,12 +53,8 @@ def test_a_second_task_is_refused_and_the_first_one_goes_on(kind, other):
     dtype, message = asyncio.run(refused_meanwhile(kind, enters))
     held = {"haiku": "jmpx.haiku.policies", "linen": "jmpx.flax.policies"}
     names = [held.get(name, "jmpx.push_policy") for name in (other, kind)]
-    assert dtype == BF16
-    assert message == (
-        f"Cannot enter {names[0]} while another task of this thread is inside {names[1]}, which "
-        "holds for the thread as a whole: leave that context before each await, or run the tasks "
-        "in threads of their own."
-    )
+    refused = f"Cannot enter {names[0]} while another task of this thread is inside {names[1]},"
+    assert dtype == BF16 and str(message).startswith(refused)
 
 
 @everywhere

@@ -19,15 +19,9 @@ import tpu_matmul
 from helpers import ROOT
 from models import MODELS, Zeros
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 TINY = MODELS["tiny"]
 DTYPES = (*steps.DTYPES, "bfloat16_scaled")
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """As in a user's program: JMP, MPX and optax promote dtypes in their own code."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def printed(capsys):

@@ -3,6 +3,7 @@
 import collections
 import importlib
 import json
+import sys
 from functools import partial
 
 import collectives
@@ -18,14 +19,12 @@ import pytest
 import records
 from gpu_program import Program
 from helpers import heads
+from helpers.compilers import MISSING
 
 import jmpx
-from jmpx._inspect.plan import chips
-from jmpx._inspect.plan.chips import CHIPS, missing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
-MISSING = missing(CHIPS["h100"])
-needs_compiler = pytest.mark.skipif(MISSING != "", reason=MISSING)
+needs_compiler = pytest.mark.skipif(MISSING["h100"] != "", reason=MISSING["h100"])
 LOW = jnp.bfloat16
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -98,14 +97,14 @@ def test_every_point_is_there_once_can_be_made_and_has_a_line(capsys):
     assert {line.partition("\t")[0] for line in listed} == {"there  "}
 
 
-@pytest.mark.parametrize("versions", [(), (jax.__version__,)])
-def test_without_the_compiler_a_line_says_what_to_do(versions, monkeypatch, capsys):
-    monkeypatch.setattr(chips, "GPU_VERSIONS", versions)
-    monkeypatch.setattr(chips, "find_spec", lambda name: None)
+@pytest.mark.parametrize("version", ["0.1", *gpu.GPU_VERSIONS])
+def test_without_the_compiler_a_line_says_what_to_do(version, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setitem(sys.modules, "jax_cuda12_plugin", None)
     gpu.devices.cache_clear()
     with pytest.raises(SystemExit, match="2"):
         gpu.devices()
-    told = "is missing: pip install" if versions else f"JAX {jax.__version__} cannot compile"
+    told = "JAX 0.1 cannot compile" if version == "0.1" else "is missing: pip install"
     printed = capsys.readouterr().err
     assert told in printed and printed.count("\n") == 1
 

@@ -11,15 +11,9 @@ import pytest
 
 import jmpx
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 LARGEST = 64  # of x: at a scale of 2**10, its gradient is beyond float16's 65504
 START, PERIOD, STEPS = 2.0**8, 3, 24
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """As in a user's program: JMP and MPX promote dtypes in their own code."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def product(w, x):

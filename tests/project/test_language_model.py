@@ -1,19 +1,12 @@
 """`benchmarks/language_model.py`, at its smallest size."""
 
-import jax
 import language_model
 import numpy as np
 import pytest
 import records
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 TINY = language_model.Size(width=8, layers=1, heads=2, context=8, batch=4, steps=4)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """As in a user's program: optax promotes dtypes in its own code."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,15 @@
 """What ships: the wheel, the source distribution, an editable install, the description."""
 
-import configparser
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 
 import pytest
-from helpers import ROOT
-from helpers.packaging import copy_repository
+from helpers import ROOT, run_python
+from helpers.packaging import SETUP, copy_repository
 
 KINDS = ("sdist", "wheel", "editable")
+DESCRIPTION = (ROOT / SETUP["metadata"]["long_description"].removeprefix("file: ")).read_text()
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -20,15 +18,9 @@ for folder in sys.argv[1:]:
 """
 
 
-def description():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    return ROOT / setup["metadata"]["long_description"].removeprefix("file: ")
-
-
 def test_the_description_stands_without_the_repository():
-    text = description().read_text()
-    targets = re.findall(r"\]\(([^)]*)\)|(?:href|src)=\"([^\"]*)\"|^\[.*\]: (\S+)", text, re.M)
+    pattern = r"\]\(([^)]*)\)|(?:href|src)=\"([^\"]*)\"|^\[.*\]: (\S+)"
+    targets = re.findall(pattern, DESCRIPTION, re.M)
     assert targets
     for target in targets:
         assert "".join(target).startswith("https://"), target
@@ -43,8 +35,7 @@ def built(tmp_path_factory):
     folders = {kind: tmp_path_factory.mktemp("out") / kind for kind in KINDS}
     for folder in folders.values():
         folder.mkdir()
-    command = [sys.executable, "-c", BUILD, *map(str, folders.values())]
-    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    result = run_python("-c", BUILD, *map(str, folders.values()), cwd=source)
     assert result.returncode == 0 and "Deprecat" not in result.stderr, result.stderr
     return source, files, {kind: next(folder.iterdir()) for kind, folder in folders.items()}
 
@@ -58,7 +49,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert package == {name for name in files if name.startswith("jmpx/")}
     assert {"jmpx/py.typed", "jmpx/__init__.py"} <= package
     (metadata,) = (name for name in names if name.endswith("/METADATA"))
-    assert description().read_text() in wheel.read(metadata).decode()
+    assert DESCRIPTION in wheel.read(metadata).decode()
 
 
 @pytest.mark.thorough

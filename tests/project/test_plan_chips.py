@@ -3,27 +3,24 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import model_steps
-import optax
 import pytest
 from collectives import compiling
+from helpers.adam_step import shapes, step_under
+from helpers.compilers import CHIPS, MISSING
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
-from jmpx._inspect.plan.chips import CHIPS, missing
 
 pytestmark = [
     pytest.mark.slow,  # some seconds for each chip
     pytest.mark.usefixtures("standard_promotion"),  # as in a user's program
 ]
 WITH_COMPILER = [
-    pytest.param(name, marks=pytest.mark.skipif(missing(chip) != "", reason=missing(chip)))
-    for name, chip in CHIPS.items()
+    pytest.param(name, marks=pytest.mark.skipif(why != "", reason=why))
+    for name, why in MISSING.items()
 ]
-SHAPE = jax.ShapeDtypeStruct
-ADAM = optax.adam(1e-3)
 POLICIES = ["c=f32", "c=bf16,o=f32", "by=operations,c=bf16,save=products"]
 
 
@@ -45,25 +42,12 @@ def devices(monkeypatch):
         yield chips
 
 
-def loss_fn(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
 def make_step(policy, rows=None, whole=None, width=256, batch=1024):
     """A step of a model of four layers, which donates its state."""
-
-    def step(params, state, x):
-        grads = jax.grad(jmpx.apply_policy(loss_fn, policy))(params, x)
-        updates, state = ADAM.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    params = [SHAPE((width, width), jnp.float32)] * 4
-    state = params, jax.eval_shape(ADAM.init, params)
-    on = lambda x: SHAPE(x.shape, x.dtype, sharding=whole if x.ndim else None)  # noqa: E731
-    x = SHAPE((batch, width), jnp.float32, sharding=rows)
-    return jax.jit(step, donate_argnums=(0, 1)), (*jax.tree.map(on, state), x)
+    on = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+    *state, x = shapes(width, batch, layers=4)
+    state = jax.tree.map(lambda each: on(each, whole if each.ndim else None), state)
+    return jax.jit(step_under(policy), donate_argnums=(0, 1)), (*state, on(x, rows))
 
 
 def directly(chip, step, arguments):

@@ -3,8 +3,7 @@
 import pytest
 import records
 import roundings
-
-from jmpx._inspect.plan.chips import CHIPS, missing
+from helpers import compilers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 HLO = """HloModule jit_f
@@ -32,7 +31,7 @@ def test_every_point_has_a_line():
     assert all(line["kept"] for line in lines if line["case"].endswith(roundings.EMULATED))
 
 
-MISSING = {"CPU": "", "TPU v5e": missing(CHIPS["v5e"]), "H100": missing(CHIPS["h100"])}
+MISSING = {"CPU": "", "TPU v5e": compilers.MISSING["v5e"], "H100": compilers.MISSING["h100"]}
 
 
 @pytest.mark.slow

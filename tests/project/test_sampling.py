@@ -42,16 +42,11 @@ def way(request): return request.param
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 1)])
 def test_fixture(way, a, b): pass
 """
-DEFAULT = [
-    *("test_plain", "test_table[0]", "test_table[3]", "test_table[6]"),
-    *(
-        "test_product[u-0-0]",
-        "test_product[u-3--3]",
-        "test_product[v-2--2]",
-        "test_product[w-1--1]",
-    ),
-    *("test_slow_case[0]", "test_fixture[0-0-0]", "test_fixture[1-1-1]"),
-]
+DEFAULT = """
+    test_plain test_table[0] test_table[3] test_table[6]
+    test_product[u-0-0] test_product[u-3--3] test_product[v-2--2] test_product[w-1--1]
+    test_slow_case[0] test_fixture[0-0-0] test_fixture[1-1-1]
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +54,8 @@ def collect(tmp_path_factory):
     """A function that returns the names of the cases that a run would have."""
     file = tmp_path_factory.mktemp("sampled") / "test_cases.py"
     file.write_text(CASES)
-    options = [
-        "-p",
-        "sampling",
-        "-p",
-        "xdist",
-        "-p",
-        "_hypothesis_pytestplugin",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        str(file),
-    ]
+    plugins = "-p sampling -p xdist -p _hypothesis_pytestplugin".split()
+    options = [*plugins, "-c", str(ROOT / "pyproject.toml"), str(file)]
     environment = {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def collect(*more):

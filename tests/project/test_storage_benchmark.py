@@ -12,12 +12,7 @@ import records
 import storage
 from helpers import ROOT
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """As in a user's program: optax promotes dtypes in its own code."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 
 
 @pytest.mark.thorough

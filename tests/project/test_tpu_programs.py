@@ -4,13 +4,13 @@ The first layer of the ViT-Base of MPX's paper, in a batch of 32: a smaller one 
 parameters than in activations, where precision says less of its memory.
 """
 
-import collections
 import functools
 import importlib.util
 import re
 from typing import Any
 
 import collectives
+import compiled_step
 import fsdp
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import ViT
 
 import jmpx
-from jmpx._inspect.hlo.module import Module
 
 MISSING = [name for name in ("libtpu", "jmp", "mpx") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -54,10 +53,8 @@ def dtypes_of_products(program):
 
 def costs(program):
     """Returns what each cast costs. A prefetch (`copy-start`) moves an array, and copies none."""
-    every = Module(program.as_text()).instructions.values()
-    names = collections.Counter(one.kind for one in every)
-    accessed = program.cost_analysis()["bytes accessed"]
-    return {"converts": names["convert"], "copies": names["copy"], "bytes": accessed}
+    found = compiled_step.counts(program)
+    return {name: found[name] for name in ("converts", "copies", "bytes_accessed")}
 
 
 def assert_no_more(found, expected):

@@ -88,7 +88,7 @@ SCALES = {
     "none": jmpx.NoOpLossScale(),
     "static": jmpx.StaticLossScale(8),
     "configured": Dynamic(0.5, 1, 3, 4, 0.125, 64.0, 0.5, 2),
-    "on a device": Dynamic(jnp.float32(2.0**12), jnp.int32(5), hysteresis=3).adjust(False),
+    "on a device": jax.device_put(Dynamic(2.0**12, -1, hysteresis=3)),
 }
 TRIPS = {
     "jit": lambda s: jax.jit(lambda s: s, out_shardings=replicated(s))(s),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from helpers.policies import given_value_or_sentence, mixed_precisions
+from helpers.policies import READERS, given_value_or_sentence, mixed_precisions
 from hypothesis import given, settings
 
 import jmpx
@@ -23,7 +23,6 @@ PRINTED = (
     "params=float32,compute=bfloat16,output=float32; LayerNorm: compute=float32 | "
     "dynamic,init=32768,period=500"
 )
-READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
 
 
 def test_one_string():

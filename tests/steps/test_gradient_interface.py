@@ -120,13 +120,9 @@ def loss_and_aux(params, x):
     return loss_fn(params, x), {"norm": jnp.abs(params["w"]).sum()}
 
 
-def make_problem(rng):
-    return {"w": normal(rng, 3)}, normal(rng, 4, 3)
-
-
 @pytest.mark.parametrize(("name", "has_aux"), FIELDS)
 def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng):
-    params, x = make_problem(rng)
+    params, x = {"w": normal(rng, 3)}, normal(rng, 4, 3)
     scaling, loss = jmpx.DynamicLossScale(2.0**10), loss_and_aux if has_aux else loss_fn
     of = lambda room: {"value": room.filter_value_and_grad, "grad": room.filter_grad}[name]  # noqa: E731
     grad_fn: Any = of(jmpx)(loss, scaling, has_aux)

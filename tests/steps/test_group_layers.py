@@ -13,21 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import partitioned, read
-from helpers import normal, zoo
+from helpers import normal, versions, zoo
 from helpers.jaxprs import equations
-from helpers.training import assert_near, in_float64, make_mesh, over
+from helpers.maps import mesh_of
+from helpers.training import assert_near, in_float64, over
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
 import jmpx.mpx as mpx
 
 LAYERS, SIZE, GROUPS, EXAMPLES = 3, 16, 8, 8
-
-
-def versions(*values):
-    return pytest.param(*values, marks=[pytest.mark.thorough, pytest.mark.versions])
-
-
 NO_SCALE = jmpx.NoOpLossScale()
 
 
@@ -74,7 +69,7 @@ def by_hand(loss, policy, scaling):
     )
 
     def run(params, x):
-        spec = NamedSharding(make_mesh(GROUPS), P("data", P.UNCONSTRAINED, P.UNCONSTRAINED))
+        spec = NamedSharding(mesh_of(GROUPS), P("data", P.UNCONSTRAINED, P.UNCONSTRAINED))
         groups = jax.lax.with_sharding_constraint(x.reshape(GROUPS, -1, x.shape[-1]), spec)
         return jmpx.types.ValueAndGradients(*mapped(params, groups))
 
@@ -192,18 +187,11 @@ def test_other_reads_of_a_stacked_parameter_count(loss, rng):
 # Layers of a framework
 
 
-def by_haiku(x):
-    def net(x):
-        return hk.layer_stack(LAYERS)(lambda x: x + jnp.tanh(hk.Linear(SIZE)(x)))(x)
-
-    transformed = hk.without_apply_rng(hk.transform(net))
-    return transformed.init(jax.random.key(0), x), transformed.apply
-
-
 @pytest.mark.usefixtures("standard_promotion")
 def test_layers_of_a_framework(rng):
+    stacked = lambda m, x: hk.layer_stack(LAYERS)(lambda x: x + jnp.tanh(hk.Linear(SIZE)(x)))(x)  # noqa: E731
     x = normal(rng, EXAMPLES, SIZE)
-    params, apply = by_haiku(x)
+    _, apply, params = zoo.build("haiku", stacked, x, rng=rng)
     loss = lambda params, x: jnp.mean(apply(params, x).astype(jnp.float32) ** 2)  # noqa: E731
     grad_fn = value_and_grad(loss, "by=modules,c=bf16")
     jaxpr = jax.make_jaxpr(lambda params, x: grad_fn(params, x).grads)(params, x)
@@ -222,7 +210,7 @@ def test_layers_of_a_framework(rng):
     [versions((8,), P(None, "data"), "f32"), ((4, 2), P(None, "data", "model"), "bf16")],
 )
 def test_a_layer_is_summed_in_the_loop(sizes, spec, reduce, rng):
-    size, mesh = 64, make_mesh(*sizes)
+    size, mesh = 64, mesh_of(*sizes)
     params = {"w": normal(rng, LAYERS, size, size) / 8, "out": jnp.zeros((size, 1))}
     x, rows = normal(rng, 4096, size), NamedSharding(mesh, P("data"))
     split = {"w": NamedSharding(mesh, spec), "out": NamedSharding(mesh, P())}
@@ -270,7 +258,7 @@ def plain(loss, policy, scaling):
 
 def collectives_of(way, how, policy, shards):
     """Returns the dtypes of what a step gathers, and of what it sums, flags and few bytes apart."""
-    mesh, x = make_mesh(GROUPS), jnp.zeros((ROWS, WIDTH))
+    mesh, x = mesh_of(GROUPS), jnp.zeros((ROWS, WIDTH))
     if way in FUNCTIONS:
         apply, model = FUNCTIONS[way], dict.fromkeys(["first", "second"], jnp.ones((WIDTH, WIDTH)))
     else:
@@ -329,7 +317,7 @@ def test_gradients_are_summed_in_reduce(compute, reduce, shards):
     ],
 )
 def test_shardings_of_activations_may_name_the_axes_of_the_batch(spec, kind, jit, rng):
-    mesh, args = make_mesh(4, 2, axis_type=kind), (params_of(rng), normal(rng, 16, SIZE))
+    mesh, args = mesh_of(4, 2, axis_type=kind), (params_of(rng), normal(rng, 16, SIZE))
     constrain = lambda x: jax.lax.with_sharding_constraint(x, spec)  # noqa: E731
     constrain = jax.jit(constrain) if jit else constrain
 
@@ -345,7 +333,7 @@ def test_shardings_of_activations_may_name_the_axes_of_the_batch(spec, kind, jit
 
 
 def test_what_the_other_axes_split_stays_split():
-    mesh = make_mesh(4, 2)
+    mesh = mesh_of(4, 2)
     before = NamedSharding(mesh, P(("data", "model"), P.UNCONSTRAINED))
 
     def loss(w, x):

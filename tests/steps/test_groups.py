@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, normal
+from helpers.maps import mesh_of
 from helpers.training import (
     EXAMPLES,
     LOSS_SCALES,
     assert_near,
     in_float64,
     loss_fn,
-    make_mesh,
     make_params,
     over,
 )  # fmt: skip
@@ -50,7 +50,7 @@ COPIES = {"w": P(), "b": P()}
     ],
 )
 def test_values_against_float64(sizes, spec, shards, scale, rng):
-    mesh, here = make_mesh(*sizes), scale == "Dynamic"
+    mesh, here = mesh_of(*sizes), scale == "Dynamic"
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     put = {name: NamedSharding(mesh, each) for name, each in shards.items()}
     args = jax.device_put(params, put), jax.device_put(x, NamedSharding(mesh, spec))
@@ -64,7 +64,7 @@ def test_values_against_float64(sizes, spec, shards, scale, rng):
 
 @pytest.mark.parametrize("how", ["named", "spec"])
 def test_an_explicit_mesh_through_auto_axes(how, rng):
-    mesh = make_mesh(4, 2, axis_type=AxisType.Explicit)
+    mesh = mesh_of(4, 2, axis_type=AxisType.Explicit)
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     spec = P("data") if how == "spec" else NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):

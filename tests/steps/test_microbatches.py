@@ -431,13 +431,14 @@ def test_maps_average_micro_batches_and_devices_and_state_varies_as_it_is_made(h
     assert (new["steps"] == 1.5).all()
 
 
-GATHERS = {
-    "lax": lambda w: jax.lax.all_gather(w, AXIS, tiled=True),
-    "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
-}
-
-
-@pytest.mark.parametrize(("gather", "vma", "mask"), [("lax", True, None), ("jmpx", False, True)])
+@pytest.mark.parametrize(
+    ("gather", "vma", "mask"),
+    [
+        (lambda w: jax.lax.all_gather(w, AXIS, tiled=True), True, None),
+        (lambda w: jmpx.distributed.gather(w, AXIS, "full"), False, True),
+    ],
+    ids=["lax", "jmpx"],
+)
 def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     gather, vma, mask, rng
 ):
@@ -445,7 +446,7 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     w, x = normal(rng, 8, 3), normal(rng, 16, 8)
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
     options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=mask), "batch": parts(2)}
-    of_shard = lambda shard, x: loss(GATHERS[gather](shard), x)  # noqa: E731
+    of_shard = lambda shard, x: loss(gather(shard), x)  # noqa: E731
     grad_fn = filter_grad(of_shard, NO_SCALE, **options)
     specs = {"in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": vma}
     run = jax.shard_map(lambda w, x: grad_fn(w, x).grads, mesh=mesh_of(4), **specs)

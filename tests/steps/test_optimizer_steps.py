@@ -352,7 +352,7 @@ def test_a_state_with_python_numbers_is_selected(rng):
 # What is refused, and warned of
 
 
-def test_a_view_that_reaches_an_optimizer_is_told(rng):
+def test_a_view_that_reaches_an_optimizer_is_told():
     optimizer = optax.sgd(0.1)
     counting, model = jmpx.skip_nonfinite(optimizer), eqx.nn.Linear(2, 2, key=jax.random.key(0))
     view, state = jmpx.equinox.with_policies(model, "c=bf16,o=f32"), counting.init(model)
@@ -365,16 +365,6 @@ def test_a_view_that_reaches_an_optimizer_is_told(rng):
         call(model)  # nothing is said
         with warns_once(__file__, "got a view of its Linear.*: give the policy to"):
             call(view)
-
-    def loss_fn(model, x):  # nor in the loop of the docs
-        return jax.vmap(jmpx.equinox.with_policies(model, "c=bf16,o=f32"))(x).sum()
-
-    @jax.jit
-    def step(model, state, x):
-        _, finite, grads = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="full")(model, x)
-        return jmpx.optimizer_update(model, counting, state, grads, finite)
-
-    step(model, state, normal(rng, 4, 2))
 
 
 HIDING = {

@@ -97,7 +97,7 @@ def test_counts_do_not_wrap_around(monkeypatch):
 # Where states are
 
 
-def state_after(consecutive, optimizer=None, total=None):
+def after(consecutive, optimizer=None, total=None):
     state = jmpx.skip_nonfinite(optimizer or optax.sgd(0.1)).init({"w": jnp.ones(2)})
     total = consecutive if total is None else total
     counts = {"total_skipped": jnp.int32(total), "consecutive_skipped": jnp.int32(consecutive)}
@@ -112,7 +112,6 @@ def nnx_optimizer(count):
     return optimizer
 
 
-after = state_after
 STATES = {  # each after so many steps that were skipped
     "alone": after,
     "chain": lambda n: (optax.EmptyState(), (after(n), optax.EmptyState())),
@@ -197,19 +196,12 @@ def restored(scaling, number):
 def test_the_message_tells_the_scale_and_the_first_gradients_that_are_not_finite(rng):
     for scaling, expected in [
         (NO_SCALE, "=50, with the loss scale 'none': lower the learning rate, "),
-        (jmpx.DynamicLossScale(2.0**10), "'dynamic,init=1024': lower the learning rate, return"),
         (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1': "),
         (restored(jmpx.DynamicLossScale(), math.nan), "'DynamicLossScale("),
     ]:
         assert expected in message(after(51), scaling)
-    bad = normal(rng, 4).at[:2].set(jnp.array([jnp.inf, jnp.nan]))
-    grads = dict.fromkeys("abcdefghijklmno", bad)
-    grads |= {"a": normal(rng, 4), "c": normal(rng, 2).at[0].set(-jnp.inf), "n": None}
-    named = "grads['b'], grads['c'], grads['d'] and 10 more: "
-    text = message(after(51), NO_SCALE, grads)
-    assert f"the loss scale 'none', and infinities or NaN in {named}lower" in text
-    few = {"a": grads["a"], "b": [jnp.array([jnp.nan])]}
-    assert "infinities or NaN in grads['b'][0]: " in message(after(51), NO_SCALE, few)
+    grads = {"a": normal(rng, 4), "b": [jnp.array([jnp.nan])], "n": None}
+    assert "infinities or NaN in grads['b'][0]: " in message(after(51), NO_SCALE, grads)
     assert "'none': lower" in message(after(51), NO_SCALE, {"a": grads["a"]})
     # Gradients that are not finite are no error by themselves.
     jmpx.inspect.check_progress(after(50), NO_SCALE, grads)

@@ -19,6 +19,7 @@ from helpers import (
     F32,
     apply_updates,
     assert_same_bits,
+    bits_of,
     dtypes,
     lenient,
     normal,
@@ -69,11 +70,7 @@ def train(optimizer, params, state, steps, by_optimizer_update=True):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        ("momentum", "skip_nonfinite"),
-        ("adamw", "optimizer_update"),
-        ("sgd", "apply_updates"),
-    ],
+    [("momentum", "skip_nonfinite"), ("adamw", "optimizer_update"), ("sgd", "apply_updates")],
 )
 def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
     inner, masters = OPTIMIZERS[name], {**make_params(rng), "scalars": [normal(rng)]}
@@ -361,11 +358,6 @@ def of_bits(bits):
     return np.asarray(bits, np.uint32).view(F32)
 
 
-def bits_of(array):
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def around(bits):
     return np.arange(bits - 40_000, bits + 40_000, dtype=np.int64)
 
@@ -452,16 +444,3 @@ def test_shapes():
     (high, empty), (low, _) = jax.eval_shape(split_master, tree)
     assert (high.shape, high.dtype, low.shape, low.dtype) == ((2, 3), BF16, (2, 3), np.uint16)
     assert empty.shape == (0, 3)
-
-
-@pytest.mark.thorough
-def test_modules_are_split_and_merged(key):
-    layers = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    for tree in (eqx.nn.MLP(2, 2, 4, 0, key=key), nnx.state(nnx.Sequential(*layers))):
-        high, low = split_master(tree)
-        assert type(high) is type(low) is type(tree)
-        assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {np.dtype(np.uint16)}
-        merged = merge_master(high, low)
-        assert jax.tree.structure(merged) == jax.tree.structure(tree)
-        for left, right in zip(*map(jax.tree.leaves, (merged, tree)), strict=True):
-            assert left is right or (bits_of(left) == bits_of(right)).all()

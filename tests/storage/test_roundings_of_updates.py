@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import BF16, F16, F32, assert_same_bits, enable_x64, normal
+from helpers import BF16, F16, F32, assert_same_bits, bits_of, enable_x64, normal
 from helpers.maps import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -21,11 +21,6 @@ E4M3, E5M2, F64 = (np.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2, np.
 FORMATS = [BF16, F16, E4M3, E5M2]
 formats = pytest.mark.parametrize("dtype", FORMATS)
 rounded_in_jit = jax.jit(stochastic_round, static_argnums=1)
-
-
-def bits_of(array):
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
 
 
 def widened(array, dtype=F64):
@@ -69,10 +64,7 @@ def test_the_mean_is_right(dtype, key, rng):
     assert (np.abs(mean - numbers) <= 4 * deviation).all()
 
 
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [(F32, F16), (F16, E4M3), (BF16, E5M2), (F16, BF16)],
-)
+@pytest.mark.parametrize(("stored", "dtype"), [(F32, F16), (F16, E4M3), (BF16, E5M2), (F16, BF16)])
 def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
     numbers = widened(within(rng, dtype, 4_000), stored)
     numbers = numbers[np.abs(widened(numbers)) <= float(jnp.finfo(dtype).max)]

@@ -245,7 +245,8 @@ def test_a_policy_that_is_applied_keeps_the_signature(x: jax.Array) -> None:
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    applied = jmpx.apply_policy(predict, "by=operations,c=bf16", uncast="x")
+    precision = jmpx.get_mixed_precision("by=operations,c=bf16")
+    applied = jmpx.apply_policy(predict, precision, uncast="x")
     for function in (decorated, applied):
         assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Types of averages, mappings of loss scales and descriptions. Run here, and checked by pyright."""
+"""Types of averages and of descriptions of checkpoints. Run here, and checked by pyright."""
 
 from typing import Any, assert_type
 
@@ -18,12 +18,6 @@ def test_averages() -> None:
     assert_type(state, jmpx.types.EmaState)
     assert_type(state.count, jax.Array)
     jmpx.inspect.check_restored(averaged, jmpx.inspect.describe_precision(params))
-
-
-def test_mappings_of_loss_scales() -> None:
-    assert_type(jmpx.DynamicLossScale(8.0).to_dict(), dict[str, str | int | float])
-    assert_type(jmpx.StaticLossScale(8).to_dict(), dict[str, str | int | float])
-    assert_type(jmpx.NoOpLossScale().to_dict(), dict[str, str | int | float])
 
 
 def test_descriptions() -> None:
