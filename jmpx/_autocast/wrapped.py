@@ -139,7 +139,7 @@ def evaluated(
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
-    ends = Ends(is_exposed, None if is_parameter is None else ())
+    ends = Ends(is_exposed, multiplied=None if is_parameter is None else ())
     if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None

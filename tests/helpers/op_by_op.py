@@ -8,14 +8,17 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import inner_of
 
 
-def one_by_one(f, *args):
-    """Returns what the operations of a function give, loops and branches by Python's own."""
+def one_by_one(f, *args, note=lambda eqn: None):
+    """Returns what the operations of a function give, loops and branches by Python's own.
+
+    `note` is told of each operation that runs.
+    """
     jaxpr, shapes = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    results = run(jaxpr, jax.tree.leaves(args))
+    results = run(jaxpr, jax.tree.leaves(args), note)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def run(jaxpr, arrays):
+def run(jaxpr, arrays, note):
     env = dict(zip(jaxpr.invars, arrays, strict=True))
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     env.update(zip(inner.constvars, core.consts_of(jaxpr), strict=True))
@@ -24,29 +27,30 @@ def run(jaxpr, arrays):
         return jnp.asarray(atom.val, atom.aval.dtype) if core.is_literal(atom) else env[atom]
 
     for eqn in inner.eqns:
-        env.update(zip(eqn.outvars, step(eqn, [*map(read, eqn.invars)]), strict=True))
+        env.update(zip(eqn.outvars, step(eqn, [*map(read, eqn.invars)], note), strict=True))
     return [*map(read, inner.outvars)]
 
 
-def step(eqn, operands):
+def step(eqn, operands, note):
     inner = inner_of(eqn)
     if inner is None:
+        note(eqn)
         return core.bind(eqn, operands)
     if inner.kind == "call":
-        return run(inner.jaxprs[0], operands)
+        return run(inner.jaxprs[0], operands, note)
     if inner.kind == "cond":
         index, *operands = operands
-        return run(eqn.params["branches"][int(index)], operands)
+        return run(eqn.params["branches"][int(index)], operands, note)
     consts, carry, xs = inner.split(operands)
     if inner.kind == "while":
-        while run(inner.condition, [*operands[: inner.first], *carry])[0]:
-            carry = run(inner.jaxprs[0], [*consts, *carry])
+        while run(inner.condition, [*operands[: inner.first], *carry], note)[0]:
+            carry = run(inner.jaxprs[0], [*consts, *carry], note)
         return carry
     assert inner.kind == "scan"
     stacked = []
     turns = range(eqn.params["length"])
     for i in reversed(turns) if eqn.params["reverse"] else turns:
-        results = run(inner.jaxprs[0], [*consts, *carry, *(x[i] for x in xs)])
+        results = run(inner.jaxprs[0], [*consts, *carry, *(x[i] for x in xs)], note)
         carry = results[: len(carry)]
         stacked.append(results[len(carry) :])
     stacked = stacked[::-1] if eqn.params["reverse"] else stacked
