@@ -252,9 +252,8 @@ class Application(NamedTuple):
 
         saving = get_saving(policy_map.save)
         # State is statistics, and the parameters of NNX objects of which the function is a method.
-        parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
-        return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
+        return run(pure, state, args, kwargs, is_loss=True)
 
 
 def _has_any_to_cast(tree: PyTree) -> bool:
