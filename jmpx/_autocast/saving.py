@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.backward import PRODUCTS, is_outer, sums
@@ -48,11 +49,19 @@ def get_saving(save: str | None) -> Saving | None:
 
 def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
+    if _is_complex(operands):
+        return False
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
         return not _batch(params) and sums(params, operands)
     return name in PRODUCTS
+
+
+def _is_complex(operands: Sequence[Atom]) -> bool:
+    """Whether a product is of complex numbers: JAX fails to save one under a checkpoint."""
+    dtypes = [getattr(operand, "aval", operand).dtype for operand in operands]
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
 
 
 def is_batched_product(equation: Equation) -> bool:
@@ -75,7 +84,7 @@ def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool
 
 def _saves_all_products(primitive: Primitive, *avals: Atom, **params: Any) -> bool:
     """The same, of the products of two activations, too."""
-    is_product = primitive.name == "dot_general" and sums(params, avals)
+    is_product = primitive.name == "dot_general" and sums(params, avals) and not _is_complex(avals)
     return is_product or saves_products(primitive, *avals, **params)
 
 
