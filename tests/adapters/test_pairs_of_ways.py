@@ -1,4 +1,4 @@
-"""A policy inside another one, by each pair of ways: an island in the dtype that it says, or an error."""
+"""A policy inside of another one, by each pair of ways: an island or an error."""
 
 import jax
 import jax.numpy as jnp
