@@ -48,8 +48,8 @@ def split_parameters(args: Sequence[PyTree]) -> tuple[list[jax.Array], Merge]:
             spell(first) if is_array(first) or not jax.tree.leaves(first) else type(first).__name__
         )
         raise TypeError(
-            "Expected floating or complex arrays to differentiate in the first positional argument, "
-            f"got {got} without any: pass the parameters first."
+            "Expected floating or complex arrays to differentiate in the first positional "
+            f"argument, got {got} without any: pass the parameters first."
         )
     return found
 
