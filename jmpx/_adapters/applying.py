@@ -180,7 +180,13 @@ class Application(NamedTuple):
             "modules": self._by_modules,
             "operations": self._by_operations,
         }
-        return ways[self.policy_map.way](self.policy_map, pure, state, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            # In a context around a gradient function, `full` of that means no casts of its own.
+            if self.policy_map.way != "modules" and self.name == _NAME:
+                from jmpx._adapters.scopes import island  # here, as in `_by_modules`
+
+                stack.enter_context(island(self.policy_map, (args, kwargs, pure.objects)))
+            return ways[self.policy_map.way](self.policy_map, pure, state, args, kwargs)
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
@@ -252,9 +258,8 @@ class Application(NamedTuple):
 
         saving = get_saving(policy_map.save)
         # State is statistics, and the parameters of NNX objects of which the function is a method.
-        parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
-        return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
+        return run(pure, state, args, kwargs, is_loss=True)
 
 
 def _has_any_to_cast(tree: PyTree) -> bool:

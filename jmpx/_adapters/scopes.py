@@ -5,11 +5,26 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
+import jax
+import numpy as np
+
 from jmpx._adapters.dtype_fields import FieldCensus
-from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
+from jmpx._base.contexts import (
+    AUTOCAST,
+    Context,
+    Hook,
+    entered,
+    fact,
+    is_held,
+    opened,
+    refuse_other_tasks,
+)
+from jmpx._base.dtypes import DTypeLike
+from jmpx._base.leaves import PyTree, is_view
 from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
+from jmpx._jaxprs.scopes import full_precision
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
@@ -85,9 +100,14 @@ class PolicyScope:
         refuse_other_tasks(f"cast a {cls.__name__}")
         self.pool.seen.add(Module(cls, path))
         own = self.explicit_policy(cls, path, surrounding)
+        boundary = own
         if own is None and surrounding is None and self.policy_map is not None:
-            return None, self.policy_map.default
-        return own, own
+            boundary = self.policy_map.default
+        if boundary is not None and is_held(self):  # no view, which is made for where it is used
+            *_, innermost = opened((_Island, PolicyScope))
+            if isinstance(innermost, _Island):
+                innermost.check(cls, boundary.compute_dtype, self.policy_map)
+        return own, boundary
 
     def explicit_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
         """Returns the policy that a rule or else the class gives to a module, None without one."""
@@ -159,6 +179,41 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | 
     with entered(Context(name, pool)):
         yield None if policy_map is None else get_policy_map(policy_map).applied_by("modules", name)
     pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
+
+
+class _Island(NamedTuple):
+    """A function that runs under a policy map by arguments or by operations."""
+
+    policy_map: PolicyMap
+
+    def check(self, cls: type, dtype: DTypeLike, policy_map: PolicyMap | None) -> None:
+        """Refuses a module that casts to another dtype, by a policy map around the function."""
+        if np.dtype(dtype) == np.dtype(self.policy_map.default.compute_dtype):
+            return
+        raise ValueError(
+            f"Cannot apply policy map {str(self.policy_map)!r} by {self.policy_map.way} to a "
+            f"{cls.__name__} that casts by policy map {str(policy_map or '')!r} around the call: "
+            "give the part a rule in that policy map, or by=modules in its own."
+        )
+
+
+@contextlib.contextmanager
+def island(policy_map: PolicyMap, given: PyTree) -> Iterator[None]:
+    """Runs a function, by arguments or by operations, where modules or autocast around it cast.
+
+    Raises:
+        ValueError: if a module in it, or a view among what it is given, casts to another dtype.
+    """
+    here = _Island(policy_map)
+    for view in filter(is_view, jax.tree.leaves(given, is_leaf=is_view)):
+        around: PyTree = type(view).__jmpx_view__
+        if around is not None:
+            here.check(type(view), around.default.compute_dtype, around)
+    is_wide = np.dtype(policy_map.default.compute_dtype).itemsize >= 4
+    is_full = policy_map.way == "arguments" and is_wide and fact(AUTOCAST) is not None
+    with entered(Context("jmpx.apply_policy", here)):
+        with full_precision() if is_full else contextlib.nullcontext():
+            yield
 
 
 class _Listener(list[PolicyScope]):

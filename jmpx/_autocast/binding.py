@@ -47,10 +47,12 @@ def bind(
     results = bind_arrays(equation, arrays, **params)
     outputs = [Value(result, is_weak, operation.is_tangent) for result in results]
     if name in COPIES:
-        outputs[0].constant, outputs[0].onto_bound = values[0].constant, values[0].onto_bound
-    elif name in _FOLDED and all(_is_known_number(value) for value in values):
+        outputs[0].onto_bound, outputs[0].held_by = values[0].onto_bound, values[0].held_by
+        outputs[0].number = values[0].number
+    elif name in _FOLDED and all(v.number and v.dtype == FLOAT32 for v in values):
+        numbers = [np.frombuffer(value.number, FLOAT32) for value in values]
         with np.errstate(all="ignore"):
-            outputs[0].note_constant(_FOLDED[name](*(value.constant for value in values)))
+            outputs[0].note_constant(_FOLDED[name](*numbers))
     if name in SHAPES and len(values) == 1:
         result, (source,) = outputs[0], values
         # A weak result that is an operand in another shape shares its casts.
@@ -64,10 +66,6 @@ def bind(
         if is_float32(var) and output.dtype.itemsize > 4:
             output.array = output.to(FLOAT32)
     return outputs
-
-
-def _is_known_number(value: Value) -> bool:
-    return value.constant is not None and value.dtype == FLOAT32 and value.array.size == 1
 
 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: object) -> list[Array]:

@@ -87,11 +87,15 @@ def scan(operation: Operation) -> list[Value]:
         if is_float32(atom):
             operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
     scanned = operation._replace(values=operands)
-    results = _rebind(scanned, retraced.results, jaxpr=retraced.jaxpr)
-    return [
-        Value(result.array, result.is_weak and i >= num_carry, result.tangent)
-        for i, result in enumerate(results)
-    ]
+    traits = [*map(_of_carry, retraced.results[:num_carry])]
+    is_single = equation.params["length"] == 1
+    for each in retraced.results[num_carry:]:  # what is one number in each turn may be many in all
+        traits.append(each if is_single else each._replace(uniform=False, number=None))
+    return _rebind(scanned, traits, jaxpr=retraced.jaxpr)
+
+
+def _of_carry(traits: Traits) -> Traits:
+    return Traits(traits.dtype, is_weak=False, tangent=traits.tangent)
 
 
 @register("while", everywhere=True)

@@ -86,7 +86,7 @@ def scale_checking(checked: Sequence[Value], operation: Operation) -> list[Value
     unfit = [value for value in checked if not value.fits(dtype)]
     if not unfit:
         return promote(operation)
-    if all(value.constant is not None for value in unfit):
+    if all(value.held_by is not None for value in unfit):
         return rounded(full(operation), operation, dtype)
     return run_recomputed(operation, dtype)
 

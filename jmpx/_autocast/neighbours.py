@@ -1,26 +1,18 @@
 """Equations whose dtypes depend on the equations next to them, found by a look at the jaxpr."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmpx._autocast.backward import find, multiplied, variables, within
+from jmpx._autocast.backward import Flags, Step, find, multiplied, variables, within
 from jmpx._autocast.exposed import COPIES, exposed
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
 from jmpx._jaxprs.inner import inner_of
 
-# If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
-# shift of a softmax, `x - max`, and the squares of a norm are part of a statistic that is taken
-# in float32.
-CONSUMERS = {
-    "sub": frozenset({"exp", "exp2", "expm1"}),
-    "square": frozenset({"reduce_sum"}),
-    "integer_pow": frozenset({"reduce_sum"}),
-    "mul": frozenset({"reduce_sum"}),  # of a number with itself
-}
-
 POWERS = frozenset({"square", "integer_pow"})
+EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 
 # Primitives that choose among numbers. Their derivatives compare the numbers with the chosen one.
 CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
@@ -35,6 +27,8 @@ class Ends(NamedTuple):
     """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
 
     exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
+    raised: tuple[bool, ...] = ()  # which are read by an exponential
+    summed: tuple[bool, ...] = ()  # which are read by a sum
     multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
     # The dtypes in which the numbers of the first results are read; see `reads.number_dtypes`.
     read: tuple[Dtypes, ...] = ()
@@ -46,21 +40,26 @@ NOTHING = Ends()  # nothing is known of it
 class Neighbours(NamedTuple):
     """Results of a jaxpr whose dtypes depend on the equations next to their own."""
 
-    statistics: set[Atom]  # results that a statistic in float32 reads; see `CONSUMERS`
+    # Results that are part of a statistic in float32, and run in float32, too: the shift of a
+    # softmax, `x - max`, if an exponential reads it, and the squares of a norm, if a sum does.
+    statistics: set[Atom]
     slopes: set[Atom]  # `n * x` next to `x**n`: part of its derivative, and as likely to overflow
     # Comparisons of a number with the maximum of it and others, as the derivative of a maximum
     # makes them. The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
+    raised: frozenset[Atom]  # variables that an exponential reads
+    summed: frozenset[Atom]  # those that a sum reads
     multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
     read: Mapping[Atom, Dtypes]  # see `reads.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""
-        is_exposed = within(exposed, equation, self.exposed)
+        pairs = (exposed, self.exposed), (raised, self.raised), (summed, self.summed)
+        flags = (within(search, equation, found) for search, found in pairs)
         if self.multiplied is None:
-            return Ends(is_exposed)
-        return Ends(is_exposed, within(multiplied, equation, self.multiplied))
+            return Ends(*flags)
+        return Ends(*flags, within(multiplied, equation, self.multiplied))
 
     def said_of(self, atoms: Sequence[Atom]) -> Hashable:
         """Returns what is known of some results."""
@@ -81,20 +80,37 @@ _Named = Sequence[tuple[str, Equation]]
 def find_neighbours(jaxpr: Jaxpr, ends: Ends, read: Mapping[Atom, Dtypes]) -> Neighbours:
     """Returns the results of a jaxpr whose dtypes depend on the equations next to their own."""
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
-    found = _statistics(named), _slopes(named), _choices(named)
     paths = None if ends.multiplied is None else find(jaxpr, multiplied, ends.multiplied)
-    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), paths, read)
+    read_by = find(jaxpr, raised, ends.raised), find(jaxpr, summed, ends.summed)
+    found = _statistics(named, *read_by), _slopes(named), _choices(named)
+    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), *read_by, paths, read)
 
 
-def _statistics(named: _Named) -> set[Atom]:
-    consumers: dict[Atom, frozenset[str]] = {}  # a producer's result -> who makes a statistic of it
+def _statistics(named: _Named, raised: Collection[Atom], summed: Collection[Atom]) -> set[Atom]:
     found = set()
     for name, eqn in named:
-        if name in CONSUMERS and (name != "mul" or eqn.invars[0] is eqn.invars[1]):
-            consumers[eqn.outvars[0]] = CONSUMERS[name]
-        elif consumers:
-            found.update(atom for atom in variables(eqn) if name in consumers.get(atom, ()))
+        is_square = name in POWERS or (name == "mul" and eqn.invars[0] is eqn.invars[1])
+        read = raised if name == "sub" else summed if is_square else ()
+        found.update(var for var in eqn.outvars if var in read)
     return found
+
+
+def raised(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that an exponential reads."""
+    del jaxpr
+    return functools.partial(_is_read, EXPONENTIALS)
+
+
+def summed(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that a sum reads."""
+    del jaxpr
+    return functools.partial(_is_read, frozenset({"reduce_sum"}))
+
+
+def _is_read(names: Collection[str], equation: Equation, found: Collection[Atom]) -> Flags:
+    name = operation_name(equation.primitive.name)
+    is_copied = name in COPIES and equation.outvars[0] in found
+    return (name in names or is_copied,) * len(equation.invars)
 
 
 def _slopes(named: _Named) -> set[Atom]:

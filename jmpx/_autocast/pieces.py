@@ -177,9 +177,9 @@ def scopes_around(piece: Piece) -> Scopes:
 
 
 def _of_value(value: Value) -> Hashable:
-    constants = id(value.constant), None if isinstance(value.array, jax.Array) else id(value.array)
+    constant = None if isinstance(value.array, jax.Array) else id(value.array)
     avals = tuple(map(jax.typeof, (value.array, *value.casts.values())))
-    return value.traits, constants, avals, tuple(value.casts)
+    return value.traits, constant, avals, tuple(value.casts)
 
 
 def _of_place(equation: Equation, scope: str, regions: Regions, depth: int) -> Iterator[Hashable]:

@@ -34,7 +34,7 @@ def mul(operation: Operation) -> list[Value]:
         return full(operation)
     if operation.result in operation.neighbours.slopes:
         return power(operation)
-    checked = [v for v in operation.float32_values if v.uniform or v.constant is not None]
+    checked = [v for v in operation.float32_values if v.uniform or v.held_by is not None]
     return scale_checking(checked, operation)
 
 

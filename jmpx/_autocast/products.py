@@ -33,8 +33,8 @@ def is_precise(equation: Equation) -> bool:
 
 def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
     """Returns the compute dtype, float32 for a product of high precision or of another dtype."""
-    atoms = [atom for atom in equation.invars if jnp.issubdtype(atom.aval.dtype, jnp.floating)]
-    dtypes = {atom.aval.dtype for atom in atoms}
+    atoms = [atom for atom in equation.invars if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+    dtypes = {atom.aval.dtype for atom in atoms}  # of a matrix and a complex one, too
     is_low = FLOAT32 in dtypes and dtypes <= {FLOAT32, dtype} and not is_precise(equation)
     return dtype if is_low else FLOAT32
 

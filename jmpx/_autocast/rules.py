@@ -12,7 +12,7 @@ import numpy as np
 from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.saving import IN_PIECE, Saving
-from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
+from jmpx._autocast.value import FLOAT32, Array, Traits, Value, promoted
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
 Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
@@ -96,7 +96,7 @@ class Operation(NamedTuple):
     @property
     def promoted(self) -> np.dtype:
         """The widest dtype of the operands that were float32 when traced and, if any, not weak."""
-        return join([value.traits for value in self.float32_values]).dtype
+        return promoted([value.traits for value in self.float32_values])
 
     @property
     def is_weak(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.backward import PRODUCTS, is_outer, sums
@@ -19,7 +20,7 @@ SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_na
 
 OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
-_Known = tuple[Traits, Array | None, tuple[_Cast, ...]]  # the traits, the constant and the casts
+_Known = tuple[Traits, tuple[_Cast, ...]]  # the traits and the casts
 
 
 class Saving(NamedTuple):
@@ -48,11 +49,19 @@ def get_saving(save: str | None) -> Saving | None:
 
 def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
+    if _is_complex(operands):
+        return False
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
         return not _batch(params) and sums(params, operands)
     return name in PRODUCTS
+
+
+def _is_complex(operands: Sequence[Atom]) -> bool:
+    """Whether a product is of complex numbers: JAX fails to save one under a checkpoint."""
+    dtypes = [getattr(operand, "aval", operand).dtype for operand in operands]
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
 
 
 def is_batched_product(equation: Equation) -> bool:
@@ -75,7 +84,7 @@ def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool
 
 def _saves_all_products(primitive: Primitive, *avals: Atom, **params: Any) -> bool:
     """The same, of the products of two activations, too."""
-    is_product = primitive.name == "dot_general" and sums(params, avals)
+    is_product = primitive.name == "dot_general" and sums(params, avals) and not _is_complex(avals)
     return is_product or saves_products(primitive, *avals, **params)
 
 
@@ -90,7 +99,7 @@ def checkpointed(
     # The function is kept for other pieces, and must not keep the arrays alive.
     constants: list[Any] = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [
-        (v.traits, v.constant, () if constant is not None else tuple(v.casts))
+        (v.traits, () if constant is not None else tuple(v.casts))
         for v, constant in zip(values, constants, strict=True)
     ]
     gives_casts = [flag and c is None for flag, c in zip(is_read, constants, strict=True)]
@@ -101,11 +110,11 @@ def checkpointed(
         arrays = [each or (c,) for each, c in zip(given, constants, strict=True)]
         operands = list(map(_value, arrays, known))
         outputs = run(list(operands))
-        results[:] = [(v.traits, v.constant, tuple(v.casts)) for v in outputs]
+        results[:] = [(v.traits, tuple(v.casts)) for v in outputs]
         triples = zip(operands, known, gives_casts, strict=True)
         made[:] = [
             [key for key in v.casts if gives and key not in casts]
-            for v, (*_, casts), gives in triples
+            for v, (_, casts), gives in triples
         ]
         new = [[v.casts[key] for key in keys] for v, keys in zip(operands, made, strict=True)]
         return [(v.array, *v.casts.values()) for v in outputs], new
@@ -127,8 +136,7 @@ def checkpointed(
 
 def _value(arrays: Sequence[Array], known: _Known) -> Value:
     """Returns the value of an array and its casts."""
-    traits, constant, casts = known
+    traits, casts = known
     value = Value.of(arrays[0], traits)
-    value.constant = constant
     value.casts.update(zip(casts, arrays[1:], strict=True))
     return value

@@ -31,6 +31,9 @@ class Traits(NamedTuple):
     power: bool = False  # whether it is float32 only because a power in float16 could overflow
     # The 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of them.
     onto_bound: frozenset[np.dtype] = frozenset()
+    # The 16-bit dtypes that hold all numbers of a constant; None where the numbers are not known.
+    held_by: frozenset[np.dtype] | None = None
+    number: bytes | None = None  # the number of a float32 constant of one element
     # Whether an input other than a parameter, or an array that is closed over, contributes to it
     # while it is weak; it is then weak only on the path to a product.
     data: bool = False
@@ -44,8 +47,6 @@ class Value:
 
     Attributes:
         array: the array or the tracer.
-        constant: an array that holds the same numbers in any shape, where they are known while
-            tracing; None elsewhere.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
         source: the value that holds the same numbers in another shape, and the function that makes
             this array of it; None without one. What both are cast to is cast once.
@@ -57,8 +58,9 @@ class Value:
     uniform: bool = False
     power: bool = False
     onto_bound: frozenset[np.dtype] = frozenset()
+    held_by: frozenset[np.dtype] | None = None
+    number: bytes | None = None
     data: bool = False
-    constant: Array | None = None
     casts: dict[tuple[np.dtype, bool], Array] = dataclasses.field(default_factory=dict)
     source: "tuple[Value, Callable[[Array], Array]] | None" = None
 
@@ -79,8 +81,19 @@ class Value:
         return value
 
     def note_constant(self, array: Array) -> None:
-        """Notes an array that holds the same numbers in any shape, as they are known."""
-        self.constant, self.onto_bound = array, _onto_bound(array)
+        """Notes what is known of an array that holds the same numbers in any shape.
+
+        Weights that a function closes over are constants, too: large arrays are not examined.
+        """
+        kinds = jnp.floating, jnp.integer, jnp.bool_
+        if array.size > 2**16 or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+            return
+        with np.errstate(over="ignore", under="ignore"):
+            numbers = np.asarray(array, FLOAT32)
+            rounded = [(dtype, numbers.astype(dtype).astype(FLOAT32)) for dtype in LOW]
+        self.onto_bound = frozenset(d for d, each in rounded if _moves_to_bound(numbers, each))
+        self.held_by = frozenset(d for d, each in rounded if _holds(d, numbers, each))
+        self.number = numbers.tobytes() if array.size == 1 else None
 
     @property
     def dtype(self) -> np.dtype:
@@ -127,17 +140,32 @@ class Value:
         """
         if not self.is_weak or self.dtype == dtype:
             return True
-        if self.constant is not None:
-            return _holds(dtype, self.constant)
+        if self.held_by is not None:
+            return dtype in self.held_by
         return jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp
 
 
 def join(several: Sequence[Traits]) -> Traits:
     """Returns the traits of the array that others become where they meet, as in two branches."""
+    dtype = promoted(several)
+    if all(traits == several[0] for traits in several):
+        return several[0]
+    return Traits(
+        dtype,
+        is_weak=all(traits.is_weak for traits in several),
+        tangent=any(traits.tangent for traits in several),
+        uniform=all(traits.uniform for traits in several),
+        power=all(traits.power for traits in several),
+        onto_bound=frozenset[np.dtype]().union(*(traits.onto_bound for traits in several)),
+        data=any(traits.data for traits in several),
+    )
+
+
+def promoted(several: Sequence[Traits]) -> np.dtype:
+    """Returns the widest dtype among arrays, or among those that are not weak, if there are any."""
     computed = {traits.dtype for traits in several if not traits.is_weak}
     dtypes = computed or {traits.dtype for traits in several}
-    dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
-    return Traits(dtype, not computed, any(traits.tangent for traits in several))
+    return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
 def finite_constant(number: complex, dtype: np.dtype) -> Array:
@@ -146,28 +174,16 @@ def finite_constant(number: complex, dtype: np.dtype) -> Array:
     return _saturate(array, _cast(array, dtype))
 
 
-def _holds(dtype: np.dtype, array: Array) -> bool:
+def _holds(dtype: np.dtype, numbers: np.ndarray, rounded: np.ndarray) -> bool:
     """Whether no number overflows in `dtype`, or is so small there that it loses digits."""
-    numbers = np.asarray(array)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = np.asarray(np.asarray(numbers, dtype), FLOAT32)
     normal = np.abs(rounded) >= float(jnp.finfo(dtype).smallest_normal)
     kept = (np.isfinite(rounded) & normal) | (rounded == numbers) | ~np.isfinite(numbers)
     return bool(kept.all())
 
 
-def _onto_bound(array: Array) -> frozenset[np.dtype]:
-    """Returns the 16-bit dtypes in which a number other than 0, 1 and -1 becomes one of them.
-
-    Weights that a function closes over are constants, too: large arrays are not examined.
-    """
-    if array.dtype != FLOAT32 or array.size > 2**16:
-        return frozenset()
-    numbers = np.asarray(array)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in LOW}
-    moved = {dtype: np.isin(r, (-1, 0, 1)) & (r != numbers) for dtype, r in rounded.items()}
-    return frozenset(dtype for dtype in LOW if moved[dtype].any())
+def _moves_to_bound(numbers: np.ndarray, rounded: np.ndarray) -> bool:
+    """Whether a number other than 0, 1 and -1 becomes one of them."""
+    return bool((np.isin(rounded, (-1, 0, 1)) & (rounded != numbers)).any())
 
 
 def _cast(array: Array, dtype: np.dtype) -> Array:

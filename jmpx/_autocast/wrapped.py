@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -110,14 +110,14 @@ def evaluated(
     args: Arguments,
     kwargs: Keywords,
     *,
-    is_parameter: Callable[[Leaf], bool] | None = None,
+    is_loss: bool = False,
     by: str = "jmpx.autocast",
 ) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of what has no effect.
 
-    `is_parameter` tells whether a floating array among the state and the arguments is a parameter,
-    which is weak everywhere. The others, and arrays that the function closes over, then keep their
-    dtype where they reach no product, as targets in a loss do. None has all inputs weak everywhere.
+    Of a loss, the state and the first argument hold the parameters, which are weak everywhere. The
+    other arguments, and arrays that the function closes over, keep their dtype where they reach no
+    product, as targets do. Of another function, all inputs are weak everywhere.
     """
     key = policy_map.default, policy_map.rules, save
     if output == "traced" and fact(AUTOCAST) == key:
@@ -137,9 +137,17 @@ def evaluated(
     with fact_set(AUTOCAST, key), products, attention_explained():
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
-    values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
+    # As a loop's carry, state that is replaced is not weak: a moving average would stall.
+    replaced = changes.replaced()
+    values = [Value(array, is_weak=id(array) not in replaced) for array in traced.arrays]
+    if is_loss:
+        # By their places: a target may be the same array as a parameter.
+        leaves = [*filter(is_traceable, jax.tree.leaves((state, *args[:1])))]
+        for i, value in enumerate(values):
+            is_parameter = i < len(leaves) and is_floating(leaves[i])
+            value.data = value.is_weak and not is_parameter
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
-    ends = Ends(is_exposed, None if is_parameter is None else ())
+    ends = Ends(is_exposed, multiplied=() if is_loss else None)
     if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None
@@ -153,22 +161,6 @@ def evaluated(
     triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
     with jax.named_scope(RESTORE):
         return traced.rebuild([_restored(*triple) for triple in triples])
-
-
-def _values(
-    replaced: Collection[int],
-    arrays: Sequence[Array],
-    given: PyTree,
-    is_parameter: Callable[[Leaf], bool] | None,
-) -> list[Value]:
-    """Returns the operands of a function's jaxpr: the traced arrays among the leaves of `given`."""
-    # As a loop's carry, state that is replaced is not weak: a moving average would stall.
-    values = [Value(array, is_weak=id(array) not in replaced) for array in arrays]
-    if is_parameter is not None:
-        leaves = filter(is_traceable, jax.tree.leaves(given))
-        for value, leaf in zip(values, leaves, strict=True):
-            value.data = value.is_weak and not (is_floating(leaf) and is_parameter(leaf))
-    return values
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:

@@ -215,7 +215,7 @@ def _leave(context: Context) -> None:
         _entered.set(tuple(other for other in _entered.get() if other is not context))
 
 
-def opened(kind: type[T]) -> list[T]:
+def opened(kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """Returns the values of a type that open contexts of this thread hold, the innermost last."""
     catch_up()
     values = (context.value for context in _thread.state.open)

@@ -159,6 +159,7 @@ class PureFunction:
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn
+        self.objects: list[Object] = []  # of NNX, which are split
         self.invoke: Function = apply  # calls the function with its arguments; may be replaced
 
     def __call__(

@@ -118,6 +118,21 @@ def walk(
     return list(map(read, jaxpr.outvars))
 
 
+def depends(jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on the numbers of these operands, as a shape does not.
+
+    What a loop, a branch or another function computes depends on all that it reads.
+    """
+
+    def step(eqn: Equation, inputs: Sequence[bool]) -> Sequence[bool]:
+        inner = inner_of(eqn)
+        if inner is not None and inner.kind == "call":
+            return depends(inner.jaxprs[0], inputs)
+        return [any(inputs)] * len(eqn.outvars)
+
+    return walk(jaxpr, operands, step, lambda var, const: False)
+
+
 def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Yields the equations of a jaxpr, each followed by those of all jaxprs that it holds."""
     for eqn in jaxpr.eqns:

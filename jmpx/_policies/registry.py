@@ -13,10 +13,22 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
-from jmpx._base.contexts import Context, catch_up, entered, note_cast, opened, set_fact
+import numpy as np
+
+from jmpx._base.contexts import (
+    AUTOCAST,
+    Context,
+    catch_up,
+    entered,
+    fact,
+    note_cast,
+    opened,
+    set_fact,
+)
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
+from jmpx._jaxprs.scopes import full_precision
 from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._policies.policy import Policy, PolicyLike
 from jmpx._policies.strings import get_policy
@@ -234,7 +246,7 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
         _registry.bodies = len(_enclosing_bodies())
     _registry.running.append(policy)
     try:
-        with _products(policy, outer):
+        with _products(policy, outer), _island(policy):
             yield
     finally:
         _registry.running.pop()
@@ -251,6 +263,12 @@ def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextMan
     matmul = matmul_of(policy)
     is_inherited = outer is not None and matmul_of(outer) == matmul
     return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
+
+
+def _island(policy: Policy | None) -> AbstractContextManager[object]:
+    """Returns the context in which autocast leaves what a float32 policy runs in float32."""
+    is_wide = policy is not None and np.dtype(policy.compute_dtype).itemsize >= 4
+    return full_precision() if is_wide and fact(AUTOCAST) is not None else contextlib.nullcontext()
 
 
 def _enclosing_bodies() -> list[str | None]:

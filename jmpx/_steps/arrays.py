@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
-from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceable
+from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable, spell
 
 Merge: TypeAlias = Callable[..., PyTree]
 
@@ -41,7 +41,17 @@ def split_parameters(args: Sequence[PyTree]) -> tuple[list[jax.Array], Merge]:
             "Expected the parameters to differentiate as the first positional argument, got none: "
             "pass them by position."
         )
-    return split_arrays(args[0], is_inexact_array)
+    found = split_arrays(args[0], is_inexact_array)
+    if not found[0]:
+        first = args[0]
+        got = (
+            spell(first) if is_array(first) or not jax.tree.leaves(first) else type(first).__name__
+        )
+        raise TypeError(
+            "Expected floating or complex arrays to differentiate in the first positional "
+            f"argument, got {got} without any: pass the parameters first."
+        )
+    return found
 
 
 def paths_of(tree: PyTree) -> list[str]:

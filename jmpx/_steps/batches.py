@@ -67,6 +67,7 @@ class Batch:
 
     __module__ = "jmpx"
 
+    _: dataclasses.KW_ONLY
     argnums: int | Sequence[int] | None = None
     microbatches: int = 1
     sharding: BatchSharding | None = None
@@ -104,6 +105,11 @@ def numbers_of(
     if argnums is None:
         return None
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not numbers:
+        raise ValueError(
+            "Expected argnums of jmpx.Batch to name an argument, got (): give the positions of the "
+            "arguments that hold examples, or leave it out for all but the first."
+        )
     for number in numbers:
         if not is_int(number):
             raise TypeError(
@@ -134,7 +140,7 @@ def split_batch(
         part back among the arguments.
     """
     numbers = numbers_of(batch.argnums, state_argnum)
-    positions = _positions(numbers, (0, state_argnum), len(args))
+    positions = positions_of(batch, state_argnum, len(args))
 
     def holds_examples(leaf: object) -> bool:
         if numbers is not None or not is_traceable(leaf):
@@ -158,10 +164,9 @@ def split_batch(
     return [_split(array, count) for array in arrays], merge
 
 
-def _positions(
-    numbers: tuple[int, ...] | None, whole: tuple[int | None, ...], count: int
-) -> set[int]:
+def positions_of(batch: Batch, state_argnum: int | None, count: int) -> set[int]:
     """Returns the positions of the arguments that are split in a call with `count` of them."""
+    numbers, whole = numbers_of(batch.argnums, state_argnum), (0, state_argnum)
     if numbers is None:
         return set(range(count)).difference(whole)
     for number in numbers:

@@ -21,7 +21,7 @@ from jmpx._devices.shards import Over, Parameters, read_mask
 from jmpx._jaxprs.core import Jaxpr, evaluate
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
-from jmpx._steps.batches import GROUPS, MICROBATCHES
+from jmpx._steps.batches import GROUPS, MICROBATCHES, positions_of
 from jmpx._steps.groups import AXIS, Groups, as_placed, check_variables, differs
 from jmpx._steps.microbatches import Backward, accumulate
 from jmpx._steps.model_state import kept_if_finite
@@ -40,6 +40,7 @@ def differentiate(
 ) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
     """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
     stored, merge = split_parameters(args)
+    positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()
     old_state = options.model_state.get(args)

@@ -9,6 +9,8 @@ import numpy as np
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, check_enabled, dtype_name
 from jmpx._base.leaves import PyTree, is_array, is_floating
+from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import depends
 from jmpx._storage.rounding import stochastic_round
 from jmpx._storage.transformations import step_key, widen, with_extra_args
 
@@ -43,6 +45,10 @@ def with_state_dtype(
     by `jmpx.optim.stochastic_round`, so that moments are right on average; the page on storage has
     their errors. Where the first one alone is to be short, `optax.adam(mu_dtype=...)` does.
 
+    State that `init` makes of the parameters' numbers stays float32, such as the copies from which
+    `optax.contrib.mechanize`, `prodigy` and `schedule_free` measure how far the parameters went:
+    the difference would be that of two roundings. Zeros in their shapes are no such state.
+
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
         dtype: float32, bfloat16, or float64 where JAX's 64-bit types are enabled.
@@ -50,8 +56,8 @@ def with_state_dtype(
 
     Returns:
         An optax gradient transformation. Its state is a `StateDtypeState`, whose floating arrays
-        are in `dtype`, except those of shape (), such as hyperparameters. Other arguments of
-        `update` are handed on.
+        are in `dtype`, except copies of parameters and arrays of shape (), such as
+        hyperparameters. Other arguments of `update` are handed on.
 
     Raises:
         TypeError: if `optimizer` is not an optax gradient transformation.
@@ -78,7 +84,14 @@ def with_state_dtype(
         )
 
     def init(params: PyTree) -> PyTree:
-        state = jax.tree.map(lambda leaf: _stored(leaf, stored), inner.init(widen(params)))
+        wide = widen(params)
+        traced = core.trace(inner.init, (wide,), {})
+        is_copy = traced.rebuild(depends(traced.jaxpr, [True] * len(traced.arrays)))
+        state = jax.tree.map(
+            lambda leaf, flag: _stored(leaf, jnp.float32 if flag is True else stored),
+            inner.init(wide),
+            is_copy,
+        )
         return StateDtypeState(state, jnp.zeros((), jnp.int32))
 
     def update(
@@ -89,9 +102,13 @@ def with_state_dtype(
         )
         key = step_key(seed, _STREAM, state.count)
         leaves, structure = jax.tree.flatten(new)
+        before = jax.tree.leaves(state.inner_state)
+        dtypes = [leaf.dtype if is_array(leaf) else stored for leaf in before]
+        if jax.tree.structure(state.inner_state) != structure:
+            dtypes = [stored] * len(leaves)
         leaves = [
-            _stored(leaf, stored, jax.random.fold_in(key, place))
-            for place, leaf in enumerate(leaves)
+            _stored(leaf, dtype, jax.random.fold_in(key, place))
+            for place, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
         ]
         return new_updates, StateDtypeState(structure.unflatten(leaves), state.count + 1)
 

@@ -455,6 +455,14 @@ def test_what_is_closed_over_and_what_is_of_numpy(args):
     assert_ran(jitted, w, x, y, sub="float32")
 
 
+def test_a_target_may_be_the_array_of_the_parameters(rng):
+    w = normal(rng, 4, 4)
+    whole = under_autocast(lambda w, target, x: mse(x @ w, target))
+    np.testing.assert_array_equal(whole(w, w, w), whole(w, w.copy(), w.copy()))
+    assert_ran(lambda w: whole(w, w, w), w, sub="float32")
+    assert_ran(lambda _: whole(w, w, w), w, sub="float32")
+
+
 def test_saving_changes_no_dtype(args):
     whole = under_autocast(lambda w, x, y: mse(model(w, x), x), ",save=products")
     assert_ran(whole, *args, dot_general="bfloat16", sub="float32")

@@ -500,6 +500,28 @@ def test_effects_happen_once_and_in_order(pair, log):
 
 
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("policy", ["c=bf16", "c=f32"])
+def test_products_of_complex_numbers_are_made_again(pair, policy, save):
+    """JAX cannot save one under a checkpoint: it rounds what it saves, which it fails to here."""
+    x, w = pair
+    params = w, lax.complex(w, w.T)
+
+    def loss_fn(params, x):
+        h = lax.dot(jnp.tanh(x @ params[0]), params[1], preferred_element_type=np.complex64)
+        for _ in range(2):
+            h = jnp.tanh(h @ params[1]) @ params[1]
+        return jnp.sum(jnp.tanh(jnp.abs(h) @ params[0]))
+
+    found, expected = (
+        jax.jit(jax.grad(jmpx.apply_policy(loss_fn, f"by=operations,{policy}{more}")))(params, x)
+        for more in (f",save={save}", "")
+    )
+    for gradient, reference in zip(found, expected, strict=True):
+        scale = np.abs(reference).max()
+        np.testing.assert_allclose(gradient, reference, rtol=0, atol=1e-2 * scale)
+
+
 def test_in_shard_map(pair):
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("i",))
     specs = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()

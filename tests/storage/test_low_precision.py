@@ -22,9 +22,11 @@ from helpers import (
     bits_of,
     dtypes,
     lenient,
+    leniently,
     normal,
 )
 from hypothesis import example, given, settings, strategies as st
+from optax import contrib
 
 import jmpx
 from jmpx.optim import low_precision_params, merge_master, split_master, with_state_dtype
@@ -301,6 +303,44 @@ def test_arrays_are_stored_in_the_dtype_and_scalars_as_they_are(name, dtype, par
     scalars = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim == 0}
     assert scalars <= {"int32", "float32"}
     assert {u.dtype for u in updates.values()} == {np.dtype(F32)}
+
+
+# Optimizers with copies of the parameters, and the fields of their states that are copies.
+COPIES = {
+    "mechanize": (contrib.mechanize(optax.adam(1e-2)), {"x0"}),
+    "prodigy": (contrib.prodigy(), {"params0"}),
+    "schedule_free": (contrib.schedule_free(optax.adam(1e-2), 1e-2), {"z"}),
+    "cocob": (contrib.cocob(), {"init_particles"}),
+    "chain": (optax.chain(optax.trace(0.9), contrib.mechanize(optax.sgd(1e-2))), {"x0"}),
+    "none": (optax.adamax(1e-2), set()),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_parameters_stay_in_float32(name, rng):
+    plain, fields = COPIES[name]
+    optimizer = with_state_dtype(lenient(plain), "bf16")
+    x, w = normal(rng, 32, 4), normal(rng, 4, 2)
+    params = {"w": normal(rng, 4, 2)}
+
+    @leniently
+    def loss_of(optimizer):
+        def step(state, _):
+            params, state = state
+            grads = jax.grad(lambda p: jnp.mean((x @ (p["w"] - w)) ** 2))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        state = params, optimizer.init(params)
+        (after, state), _ = jax.jit(lambda s: jax.lax.scan(step, s, None, 300))(state)
+        return float(jnp.mean((x @ (after["w"] - w)) ** 2)), state
+
+    (loss, state), (expected, _) = loss_of(optimizer), loss_of(lenient(plain))
+    assert loss < 1.5 * expected + 1e-2
+    paths = jax.tree_util.tree_leaves_with_path(state.inner_state)
+    wide = [str(path) for path, leaf in paths if leaf.ndim > 0 and leaf.dtype == F32]
+    assert {field for field in fields for path in wide if field in path} == fields
+    assert len(wide) == len(fields)
 
 
 @pytest.mark.parametrize("name", ["momentum", "chain"])

@@ -1,0 +1,151 @@
+"""Structure does not matter: a program and parts of it in a call, a branch or a loop are equal.
+
+Each operation runs in the same dtype and gives the same bits. Operations run one by one, so that
+XLA fuses none. No parameter is read twice, because the cotangents of one cast are summed in its
+dtype, and those of two casts in float32.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import F32, normal
+from helpers.op_by_op import one_by_one
+from hypothesis import example, given, settings, strategies as st
+from jax import lax
+
+import jmpx
+
+
+def first(results):
+    return jax.tree.map(lambda array: array[0], results)
+
+
+def with_derivative(part):
+    """A function whose derivative rule is its derivative."""
+    call = jax.custom_jvp(lambda *args: part(*args))
+    call.defjvp(lambda primals, tangents: jax.jvp(part, primals, tangents))
+    return call
+
+
+WRAPPED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda part: lambda x, *w: lax.cond(x.sum() < 1e30, part, part, x, *w),
+    "scan": lambda part: (
+        lambda *args: first(
+            lax.scan(lambda _, x: (None, part(*x)), None, [jnp.asarray(x)[None] for x in args])[1]
+        )
+    ),
+    "scan of constants": lambda part: (
+        lambda *args: first(lax.scan(lambda *_: (None, part(*args)), None, None, length=1)[1])
+    ),
+    "vmap": lambda part: lambda *args: first(jax.vmap(part)(*[jnp.asarray(x)[None] for x in args])),
+    "custom_jvp": with_derivative,
+}
+
+# The arguments after the first are parameters or numbers.
+PARTS = {
+    "product": (lambda x, w: x @ w, "matrix"),
+    "bias": (lambda x, b: x + b, "vector"),
+    "gain": (lambda x, g: x * g, "vector"),
+    "number": (lambda x, n: x * n, 0.1),
+    "divided": (lambda x, n: x / n, 3.0),
+    "root": (lambda x, eps: lax.rsqrt(jnp.abs(x) + 1e-3 + eps), 1e-7),
+    "relu": (jax.nn.relu,),
+    "gelu": (lambda x: jax.nn.gelu(x),),
+    "tanh": (jnp.tanh,),
+    "sigmoid": (jax.nn.sigmoid,),
+    "less the largest": (lambda x: x - x.max(-1, keepdims=True),),
+    "exponential": (lambda x: jnp.exp(jnp.minimum(x, 3.0)),),
+    "shares": (lambda x: x / x.sum(-1, keepdims=True),),
+    "softmax": (lambda x: jax.nn.softmax(x),),
+    "squares": (lambda x: x * x,),
+    "sum": (lambda x: jnp.zeros_like(x) + x.sum(-1, keepdims=True),),
+    "logarithm": (lambda x, eps: jnp.log(1 - jnp.clip(x, eps, 1 - eps)), 1e-7),
+    "masked": (lambda x, low: jnp.where(jnp.tri(*x.shape) > 0, x, low), -1e9),
+    "joined": (
+        lambda x, b: jnp.concatenate([x[:, :2], jnp.zeros_like(x[:, 2:]) + b[2:]], 1),
+        "vector",
+    ),
+}
+SHAPES = {"matrix": (4, 4), "vector": (4,)}
+COMPUTES = "dot_general add sub mul div exp log tanh logistic max rsqrt erf square".split()
+
+
+def run(program, parameters, x, policy):
+    """Returns value and gradients of a program's parts, and how often what ran in which dtypes."""
+
+    def loss_fn(parameters, x):
+        parameters = iter(parameters)
+        for names, wrapper in program:
+            parts = [PARTS[name] for name in names]
+            given = [next(parameters) if word in SHAPES else word for _, *w in parts for word in w]
+
+            def part(x, *given, parts=parts):
+                given = iter(given)
+                for call, *words in parts:
+                    x = call(x, *(next(given) for _ in words))
+                return x
+
+            x = (WRAPPED[wrapper](part) if wrapper else part)(x, *given)
+        return jnp.tanh(x).sum()
+
+    ran = collections.Counter()
+
+    def note(eqn):
+        is_number = eqn.outvars[0].aval.size == 1
+        if eqn.primitive.name in COMPUTES and not is_number:
+            ran[eqn.primitive.name, *(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))] += 1
+
+    cast = jmpx.apply_policy(loss_fn, policy)
+    one_by_one(cast, parameters, x, note=note)
+    return one_by_one(jax.value_and_grad(cast), parameters, x), ran
+
+
+programs = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=3).map(tuple),
+        st.sampled_from([None, *WRAPPED]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@example([(("product",), None), (("less the largest",), "jit"), (("exponential",), None)], "c=bf16")
+@example([(("product", "squares"), "cond"), (("sum",), None)], "c=bf16")
+@example([(("product",), None), (("number",), "jit")], "c=f16")
+@example([(("product", "sigmoid"), None), (("logarithm",), "checkpoint")], "c=bf16")
+@given(programs, st.sampled_from(["c=bf16", "c=f16"]))
+@settings(max_examples=60, deadline=None)
+def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy):
+    rng, policy = np.random.default_rng(0), f"by=operations,{policy}"
+    words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
+    parameters = [normal(rng, *SHAPES[word]) for word in words if word in SHAPES]
+    x = normal(rng, 4, 4)
+    (value, gradients), ran = run(program, parameters, x, policy)
+    plain = [(names, None) for names, _ in program]
+    (expected, expected_gradients), expected_ran = run(plain, parameters, x, policy)
+    np.testing.assert_array_equal(value, expected)
+    assert ran == expected_ran
+    # The derivative rule of a `custom_jvp` is a program of its own.
+    if all(wrapper != "custom_jvp" for _, wrapper in program):
+        jax.tree.map(np.testing.assert_array_equal, gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])
+def test_the_result_of_a_branch_is_weak_if_that_of_each_branch_is(policy):
+    def f(w, b, x):
+        h = x @ w
+        total = lax.cond(x.sum() < 9e9, lambda: h.sum() * 1e6, lambda: h.sum())  # in float32
+        bias = lax.switch(0 * x.astype(int)[0, 0], [lambda: b, lambda: b * 2, lambda: 0 * b])
+        return h * 1e-3 + total, h + bias
+
+    w, b, x = np.eye(2, dtype=F32), np.ones(2, F32), np.ones((2, 2), F32)
+    wide, low = jmpx.autocast(f, policy, output=None)(w, b, x)
+    assert wide.dtype == F32 and low.dtype.itemsize == 2
+    np.testing.assert_allclose(wide, 4e6, rtol=1e-6)
+    np.testing.assert_array_equal(low, 2)
