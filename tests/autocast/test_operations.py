@@ -331,3 +331,10 @@ def test_effects_keep_their_order(pair, capsys, log):
         assert log == ["float32", 0, 1, 2, "end"]
     assert capsys.readouterr().out == "after 0\n" * 3
     assert_ran(jmpx.autocast(f), *pair, dot_general="bfloat16")
+
+
+def test_a_product_of_high_precision_stays_wide_where_it_meets_one_of_16_bits(pair):
+    def f(w, x):
+        return lax.dot(x, w, precision=lax.Precision.HIGHEST) + x @ w
+
+    assert jmpx.autocast(f, "c=bf16", output=None)(*pair).dtype == F32
