@@ -49,10 +49,11 @@ def bind(
     if name in COPIES:
         outputs[0].onto_bound, outputs[0].held_by = values[0].onto_bound, values[0].held_by
         outputs[0].number = values[0].number
-    elif name in _FOLDED and all(v.number and v.dtype == FLOAT32 for v in values):
-        numbers = [np.frombuffer(value.number, FLOAT32) for value in values]
-        with np.errstate(all="ignore"):
-            outputs[0].note_constant(_FOLDED[name](*numbers))
+    elif name in _FOLDED and all(value.dtype == FLOAT32 for value in values):
+        numbers = [np.frombuffer(each.number, FLOAT32) for each in values if each.number]
+        if len(numbers) == len(values):
+            with np.errstate(all="ignore"):
+                outputs[0].note_constant(_FOLDED[name](*numbers))
     if name in SHAPES and len(values) == 1:
         result, (source,) = outputs[0], values
         # A weak result that is an operand in another shape shares its casts.

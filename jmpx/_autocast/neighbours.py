@@ -55,11 +55,13 @@ class Neighbours(NamedTuple):
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""
-        pairs = (exposed, self.exposed), (raised, self.raised), (summed, self.summed)
-        flags = (within(search, equation, found) for search, found in pairs)
-        if self.multiplied is None:
-            return Ends(*flags)
-        return Ends(*flags, within(multiplied, equation, self.multiplied))
+        paths = self.multiplied
+        return Ends(
+            exposed=within(exposed, equation, self.exposed),
+            raised=within(raised, equation, self.raised),
+            summed=within(summed, equation, self.summed),
+            multiplied=None if paths is None else within(multiplied, equation, paths),
+        )
 
     def said_of(self, atoms: Sequence[Atom]) -> Hashable:
         """Returns what is known of some results."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import cast_tree
-from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, check_enabled, dtype_name
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import depends
@@ -115,7 +115,7 @@ def with_state_dtype(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _stored(leaf: PyTree, dtype: ScalarType, key: jax.Array | None = None) -> PyTree:
+def _stored(leaf: PyTree, dtype: DTypeLike, key: jax.Array | None = None) -> PyTree:
     """Returns a leaf of the state as it is stored, in a narrow dtype rounded by chance with a key.
 
     Leaves of shape (), such as hyperparameters, stay as they are: they take no memory.
