@@ -115,7 +115,7 @@ ROADS = {
     "take": lambda h, big: jnp.take(h, np.array([9, 1, 2]), axis=0, mode="fill", fill_value=big),
     "stack": lambda h, big: jnp.stack([jnp.full(3, big), h[1], h[2]]),
     "cond": lambda h, big: jnp.concatenate(
-        [lax.cond(h[0, 0] > -999, lambda r: jnp.full_like(r, big), jnp.tanh, h[:1]), h[1:]]
+        [lax.cond(h[0, 0] > -999, lambda r: jnp.full_like(r, big), jnp.abs, h[:1]), h[1:]]
     ),
     "scan": carried(by_scan),
     "while": carried(by_while),
