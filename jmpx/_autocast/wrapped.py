@@ -41,6 +41,7 @@ from jmpx._policies.added_rules import in_force
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
+from jmpx._policies.registry import rules_of_classes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
@@ -123,6 +124,8 @@ def evaluated(
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
     policy_map = in_force(policy_map, "jmpx.autocast")
+    rules = (*rules_of_classes(), *policy_map.rules)
+    policy_map = dataclasses.replace(policy_map, rules=rules)
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
         if dtype is not None:
             check_computes(dtype)

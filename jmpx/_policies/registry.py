@@ -31,6 +31,7 @@ from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.scopes import full_precision
 from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._policies.policy import Policy, PolicyLike
+from jmpx._policies.rules import Rule
 from jmpx._policies.strings import get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
@@ -107,9 +108,10 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
     For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`. The policy of
-    a Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
-    `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`. A jitted
-    function is traced anew when it is called under other policies of jmpx than before.
+    a Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, in a view that
+    `with_policies` makes, and under autocast, each time as it is when that begins. Any other class
+    may ask for its policy: `policy_of(type(self))`. A jitted function is traced anew when it is
+    called under other policies of jmpx than before.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
@@ -171,6 +173,35 @@ def policy_of(cls: type) -> Policy | None:
     catch_up()
     store = _store_of(cls)
     return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClassRule(Rule):
+    """The policy of a class, as a rule of a policy map; subclasses do not inherit it."""
+
+    key: _Key | None = None
+
+    def matches(self, cls: type, path: str) -> bool:
+        return _key(cls) == self.key
+
+    def matches_scope(self, scope: str) -> bool:
+        return False
+
+
+def rules_of_classes() -> tuple[Rule, ...]:
+    """Returns the policies that classes have in this thread, as rules before those of a map."""
+    catch_up()
+    return tuple(
+        _ClassRule(
+            key.__name__ if isinstance(key, type) else key[1],
+            compute=policy.compute_dtype,
+            output=policy.output_dtype,
+            optional=True,
+            matmul=matmul_of(policy),
+            key=key,
+        )
+        for key, policy in _registry.policies.items()
+    )
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,9 +1,12 @@
 """A policy inside of another one, by each pair of ways: an island or an error."""
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn, nnx
 from helpers import zoo
 from helpers.jaxprs import dots
 
@@ -67,3 +70,19 @@ def test_a_gradient_function_without_casts_leaves_modules_to_the_context():
     )
     found = dots(jmpx.apply_policy(grad_fn, "by=modules,c=bf16"), net.model, np.ones((2, 4)))
     assert set(found) == {"bfloat16xbfloat16"}
+
+
+CLASSES = {"haiku": hk.Linear, "linen": nn.Dense, "nnx": nnx.Linear, "equinox": eqx.nn.Linear}
+
+
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+@pytest.mark.parametrize("policy", SHORT)
+def test_autocast_follows_the_policies_of_classes_and_rules_before_them(framework, policy):
+    net = zoo.drawn(framework, head, 2, 4)
+    apply, model = net.split(jmpx.apply_policy(net.apply, "by=operations,c=bf16"))
+    ruled, _ = net.split(jmpx.apply_policy(net.apply, "by=operations,c=bf16; */head: c=f32,o=f32"))
+    with jmpx.push_policy(CLASSES[framework], policy):
+        found = dots(apply, model, np.ones((2, 4), np.float32))
+        if framework != "haiku":  # Haiku itself casts by the policy of the class
+            assert dots(ruled, model, np.ones((2, 4), np.float32)) == ["float32xfloat32"]
+    assert found == ["x".join([SHORT[policy]] * 2)]
