@@ -179,6 +179,8 @@ def test_state_that_is_split_anew_on_an_explicit_mesh_is_selected(rng):
             return squared(h), {"h": h.astype(jnp.float32)}
 
         f = jax.jit(grad_fn(loss_fn, "dynamic", policy="c=f16"))
-        (_, new), _, finite, _ = f(normal(rng, 3, 2), state, jax.device_put(x, P(AXIS)))
+        (_, new), _, finite, _ = f(
+            jax.device_put(normal(rng, 3, 2), P()), state, jax.device_put(x, P(AXIS))
+        )
     assert not finite
     assert_same_bits(new, state)

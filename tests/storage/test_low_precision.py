@@ -311,7 +311,7 @@ COPIES = {
     "prodigy": (contrib.prodigy(), {"params0"}),
     "schedule_free": (contrib.schedule_free(optax.adam(1e-2), 1e-2), {"z"}),
     "cocob": (contrib.cocob(), {"init_particles"}),
-    "chain": (optax.chain(optax.trace(0.9), contrib.mechanize(optax.sgd(1e-2))), {"x0"}),
+    "chain": (optax.chain(optax.clip(1.0), contrib.schedule_free_adamw(1e-2)), {"z"}),
     "none": (optax.adamax(1e-2), set()),
 }
 
