@@ -3,7 +3,9 @@
 In the order of reading:
 
 - `moves.py`: where each name and argument is now.
-- `names.py`: to which import a name of a module is bound, by libcst.
+- `names.py`: to which import a name of a module is bound, by libcst, and whether all its uses are
+  known.
+- `definitions.py`: which uses of a variable each of its definitions reaches.
 - `edits.py`: rewrites the source of one module. It takes names of these libraries, never names that
   only look alike. What it is not sure of it leaves, with a comment above that says what to write.
 - `files.py`: many files: their diffs, what is left to do, the writing.

@@ -1,5 +1,6 @@
 """Rewrites the source of one module, with comments above what it is not sure of."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -8,22 +9,32 @@ from typing import Any
 import libcst as cst
 import libcst.matchers as m
 from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
+from libcst.codemod.visitors import RemoveImportsVisitor
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import (
+    GlobalScope,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+)
 
 from jmpx._migrate import moves
-from jmpx._migrate.names import Names, Uses
+from jmpx._migrate.definitions import Definitions
+from jmpx._migrate.names import DYNAMIC_SCALE, Facts, Uses, names_in
 
 COMMENT = "# jmpx migrate: "
 _GRADIENT_FUNCTIONS = ("jmpx.filter_grad", "jmpx.filter_value_and_grad")
-_NUMBERS = {"fin_steps": "counter", "scale": "loss_scale"}  # attributes of Flax's DynamicScale
+_MODULES = ("haiku.mixed_precision", DYNAMIC_SCALE)  # whose names are in jmpx now
+_CLASS = f"{DYNAMIC_SCALE}.DynamicScale"
+_OTHER_CLASS = "jmpx.DynamicLossScale has other arguments and attributes than DynamicScale"
+_WRITE_CLASS = "write jmpx.DynamicLossScale for DynamicScale"
 _WRITE_STEP = (
     "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad(loss_fn, "
     'dynamic_scale, policy="full")(params)'
 )
 _VALUE_AND_GRAD = m.Call(m.Attribute(attr=m.Name("value_and_grad")))
-_FOUR = m.Assign([m.AssignTarget(m.Tuple([m.DoNotCare()] * 4))])
+_FOUR = m.Assign([m.AssignTarget(m.Tuple([m.Element()] * 4))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,36 +56,69 @@ def migrate_source(text: str) -> Migrated:
     """Rewrites the source of a module.
 
     Raises:
-        libcst.ParserSyntaxError: if it is not Python.
+        SyntaxError: if it is not Python.
+        ValueError: if libcst does not give back the text that it has read.
     """
+    mark = "\ufeff" if text.startswith("\ufeff") else ""  # the byte order mark
+    end = "\r" if "\r" in text and "\n" not in text else "\n"  # libcst drops some of these
+    text = text.removeprefix(mark).replace(end, "\n")
+    ast.parse(text)  # libcst, which is not in Python, crashes where this raises RecursionError
     _, edits = _rewritten(text)
     text, edits = _rewritten(_with_comments(text, edits.marks))
     lines = ((line, each.strip()) for line, each in enumerate(_lines(text), 1))
     marks = ((line, each.removeprefix(COMMENT)) for line, each in lines if each.startswith(COMMENT))
-    return Migrated(text, edits.count, tuple(marks))
+    return Migrated(mark + text.replace("\n", end), edits.count, tuple(marks))
 
 
 def _rewritten(text: str) -> tuple[str, "_Edits"]:
-    wrapper = MetadataWrapper(cst.parse_module(text))
+    module = cst.parse_module(text)
+    if module.code != text:
+        raise ValueError("libcst does not read it to the end.")
+    wrapper = MetadataWrapper(module)
     uses = Uses()
     wrapper.visit(uses)
-    edits = _Edits(uses.foreign())
+    edits = _Edits(uses.facts())
     tree = wrapper.visit(edits)
     if edits.needs_jmpx:
-        context = CodemodContext()
-        AddImportsVisitor.add_needed_import(context, "jmpx")
-        tree = AddImportsVisitor(context).transform_module(tree)
+        tree = _with_import(tree)
     if edits.unused:
         context = CodemodContext()
-        for module, name, alias in edits.unused:
-            RemoveImportsVisitor.remove_unused_import(context, module, name, alias)
+        for package, name, alias in edits.unused:
+            if (alias or name).partition(".")[0] not in edits.commented:
+                RemoveImportsVisitor.remove_unused_import(context, package, name, alias)
         tree = RemoveImportsVisitor(context).transform_module(tree)
     return tree.code, edits
 
 
+def _with_import(tree: cst.Module) -> cst.Module:
+    """Returns a module with `import jmpx` among its first imports."""
+    body = [*tree.body]
+    end = 1 if tree.get_docstring() is not None else 0
+    while end < len(body) and _is_import(body[end]):
+        end += 1
+    for line in body[:end]:
+        for each in m.findall(line, m.Import()):
+            for alias in cst.ensure_type(each, cst.Import).names:
+                if alias.asname is None and _first(alias.name) == "jmpx":
+                    return tree
+    new: Any = cst.parse_statement("import jmpx\n")
+    rest = body[end:]
+    if rest and end and not rest[0].leading_lines:
+        rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    return tree.with_changes(body=[*body[:end], new, *rest])
+
+
+def _is_import(node: cst.CSTNode) -> bool:
+    return m.matches(node, m.SimpleStatementLine([m.Import() | m.ImportFrom()]))
+
+
+def _first(node: cst.CSTNode) -> str:
+    return (get_full_name_for_node(node) or "").partition(".")[0]
+
+
 def _lines(text: str) -> list[str]:
     """Returns the lines of a program, with their ends: a form feed ends none."""
-    return re.findall(r".*\n|.+", text)
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
 def _with_comments(text: str, marks: Sequence[tuple[int, str]]) -> str:
@@ -83,7 +127,7 @@ def _with_comments(text: str, marks: Sequence[tuple[int, str]]) -> str:
     for line, words in sorted(set(marks), reverse=True):
         code = lines[line - 1]
         indent = code[: len(code) - len(code.lstrip())]
-        end = "\r\n" if code.endswith("\r\n") else "\n"
+        end = code[len(code.rstrip("\r\n")) :] or "\n"
         comment = f"{indent}{COMMENT}{words}{end}"
         above = lines[: line - 1]
         while above and above[-1] != comment and COMMENT in above[-1]:
@@ -93,16 +137,18 @@ def _with_comments(text: str, marks: Sequence[tuple[int, str]]) -> str:
     return "".join(lines)
 
 
-class _Edits(Names):
+class _Edits(Definitions):
     """Makes the edits that are certain, and collects marks: lines, and what to write there."""
 
-    def __init__(self, foreign: dict[str, list[str]]) -> None:
+    def __init__(self, facts: Facts) -> None:
         super().__init__()
         self.count = 0
         self.marks: list[tuple[int, str]] = []
         self.needs_jmpx = False
-        self.unused: list[tuple[str, str | None, str | None]] = []
-        self._foreign = foreign
+        self.unused: list[tuple[str, str, str | None]] = []
+        self._facts = facts
+        self._foreign = facts.foreign
+        self.commented: set[str] = set()  # names of imports with comments, which stay
         self._scaled: set[cst.CSTNode] = set()  # calls of DynamicScale.value_and_grad, to rewrite
         self._swapped: set[cst.CSTNode] = set()  # assignments of their four results
 
@@ -119,7 +165,7 @@ class _Edits(Names):
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
         """Renames modules."""
         for each in original_node.names:
-            if known := self._foreign.get(get_full_name_for_node(each.name) or ""):
+            if known := self._foreign.get(_first(each.name)):
                 words = f"is this the library with {', '.join(known)}? Other names are used, too"
                 self.mark(original_node, words)
         names = [self._module(each) for each in updated_node.names]
@@ -131,64 +177,131 @@ class _Edits(Names):
             return alias
         self.count += 1
         if name == "jmp":
-            return alias.with_changes(name=cst.Name("jmpx"))
-        as_name = alias.asname or cst.AsName(cst.Name("mpx"))
+            as_name = alias.asname or (None if self._facts.renames else _as("jmp"))
+            return alias.with_changes(name=cst.Name("jmpx"), asname=as_name)
+        as_name = alias.asname or _as("mpx")
         return alias.with_changes(name=cst.parse_expression("jmpx.mpx"), asname=as_name)
+
+    def leave_ImportFrom(
+        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
+    ) -> cst.ImportFrom | cst.FlattenSentinel[cst.ImportFrom]:
+        """Splits `from ... import ...` by the modules where its names are now."""
+        module = get_full_name_for_node(original_node.module) if original_node.module else None
+        if module is None or original_node.relative:
+            return updated_node
+        if module in self._foreign:
+            if known := self._foreign[module]:
+                words = f"is this the library with {', '.join(known)}? Other names are used, too"
+                self.mark(original_node, words)
+            return updated_node
+        if isinstance(updated_node.names, cst.ImportStar):
+            if module in ("jmp", "mpx", *_MODULES):
+                self.mark(original_node, "import the names that are used from jmpx, instead of *")
+            return updated_node
+        moved: dict[str, list[cst.ImportAlias]] = {}
+        for alias in updated_node.names:
+            place, new = self._new_alias(module, alias, original_node)
+            moved.setdefault(place, []).append(new)
+        if list(moved) == [module]:
+            return updated_node.with_changes(names=moved[module])
+        if len(moved) == 1:  # with its parentheses and comments
+            ((place, names),) = moved.items()
+            return updated_node.with_changes(module=cst.parse_expression(place), names=names)
+        parent = self.parent(original_node)
+        if _comments([original_node]) and not isinstance(parent, cst.SimpleStatementLine):
+            self.mark(original_node, f"import these names from {' and '.join(moved)}")
+            return updated_node
+        plain = [
+            cst.ImportFrom(
+                cst.ensure_type(cst.parse_expression(place), cst.Name | cst.Attribute),
+                [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in names],
+            )
+            for place, names in moved.items()
+        ]
+        return cst.FlattenSentinel(plain)
+
+    def _new_alias(
+        self, module: str, alias: cst.ImportAlias, node: cst.ImportFrom
+    ) -> tuple[str, cst.ImportAlias]:
+        """Returns the module where a name is now, and the import of it there."""
+        name = get_full_name_for_node(alias.name) or ""
+        old = f"{module}.{name}"
+        new = moves.new_name(old)
+        if new is None and (words := moves.unknown(old)):
+            self.mark(node, words)
+        if old == _CLASS and not self._facts.scales:
+            self.mark(node, _WRITE_CLASS)
+            new = None
+        if new is None:
+            return module, alias
+        self.count += 1
+        place, _, word = new.rpartition(".")
+        as_name = alias.asname or (_as(name) if word != name else None)
+        return place, alias.with_changes(name=cst.Name(word), asname=as_name)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
-        """Splits `from ... import ...` by the modules where its names are now."""
-        statement = updated_node.body[0]
-        if len(updated_node.body) != 1 or not isinstance(statement, cst.ImportFrom):
+        """Gives each of the imports that were one its own line, with the comments above."""
+        imports = [
+            each for each in original_node.body if isinstance(each, cst.Import | cst.ImportFrom)
+        ]
+        if not imports:
             return updated_node
-        module = get_full_name_for_node(statement.module) if statement.module else None
-        if module is None or statement.relative or module in self._foreign:
+        if m.findall(original_node, m.Comment()):
+            for names in (each.names for each in imports):
+                found = [] if isinstance(names, cst.ImportStar) else names
+                self.commented |= {
+                    _first(each.asname.name if each.asname else each.name) for each in found
+                }
+        if len(updated_node.body) == len(original_node.body):
             return updated_node
-        if isinstance(statement.names, cst.ImportStar):
-            if module in ("jmp", "mpx"):
-                self.mark(original_node, "import the names that are used from jmpx, instead of *")
-            return updated_node
-        moved: dict[str, list[cst.ImportAlias]] = {}
-        for alias in statement.names:
-            name = get_full_name_for_node(alias.name) or ""
-            new = moves.new_name(f"{module}.{name}")
-            place, _, new_word = (new or f"{module}.{name}").rpartition(".")
-            if new is None and (words := moves.unknown(f"{module}.{name}")):
-                self.mark(original_node, words)
-            as_name = alias.asname
-            if as_name is None and new_word != name:
-                as_name = cst.AsName(cst.Name(name))
-            self.count += new is not None
-            moved.setdefault(place, []).append(
-                cst.ImportAlias(cst.Name(new_word), as_name, cst.MaybeSentinel.DEFAULT)
-            )
-        if list(moved) == [module]:
-            return updated_node
-        lines = [self._line(place, names, updated_node) for place, names in moved.items()]
-        lines[1:] = [line.with_changes(leading_lines=()) for line in lines[1:]]
-        return cst.FlattenSentinel(lines)
-
-    def _line(self, place: str, names: list[cst.ImportAlias], like: cst.SimpleStatementLine) -> Any:
-        module: Any = cst.parse_expression(place)
-        return like.with_changes(body=[cst.ImportFrom(module=module, names=names)])
+        above = [cst.EmptyLine(comment=each) for each in _comments(original_node.body)]
+        first = [*updated_node.leading_lines, *above]
+        if len(original_node.body) > 1:
+            return updated_node.with_changes(leading_lines=first)
+        (one, *more) = [updated_node.with_changes(body=[each]) for each in updated_node.body]
+        more = [line.with_changes(leading_lines=()) for line in more]
+        return cst.FlattenSentinel([one.with_changes(leading_lines=first), *more])
 
     # Names
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
         """Renames `jmp` where it is the module."""
-        if original_node.value != "jmp" or "jmp" in self._foreign:
+        if not self.is_use(original_node):
             return updated_node
-        if not self.is_use(original_node) or self.imported(original_node) != "jmp":
+        for old in self.imports(original_node):
+            self._handed_on(old, original_node)
+        if original_node.value != "jmp" or "jmp" in self._foreign or not self._facts.renames:
+            return updated_node
+        if self.imported(original_node) != "jmp":
             return updated_node
         self.count += 1
         return updated_node.with_changes(value="jmpx")
 
+    def _handed_on(self, old: str, node: cst.Name | cst.Attribute) -> None:
+        """Marks a module or a DynamicScale that is used in other ways than by its names."""
+        parent = self.parent(node)
+        if old in _MODULES and not isinstance(parent, cst.Attribute):
+            self.mark(node, f"the names of {old} are in jmpx now")
+        if old != _CLASS or isinstance(parent, cst.Call) and parent.func is node:
+            return
+        if isinstance(parent, cst.Arg):
+            call = cst.ensure_type(self.parent(parent), cst.Call | cst.ClassDef)
+            if isinstance(call, cst.Call) and m.matches(call.func, m.Name("isinstance")):
+                return
+        if not any(isinstance(each, cst.Annotation) for each in self.above(node)):
+            self.mark(node, _OTHER_CLASS)
+
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
         """Rewrites dotted names, such as `jmpx.audit` and `hk.mixed_precision.set_policy`."""
+        for old in self.imports(original_node):
+            self._handed_on(old, original_node)
         old = self.imported(original_node)
         if old is None:
-            return self._number(original_node, updated_node)
+            for each in self.imports(original_node):
+                self._two_bindings(each, original_node)
+            return self._of_a_scale(original_node, updated_node)
         new = moves.new_name(old)
         if new is None:
             if words := moves.unknown(old):
@@ -196,27 +309,121 @@ class _Edits(Names):
             return updated_node
         if old.startswith(("jmp.", "mpx.")):
             return updated_node  # the import and the name of the module are rewritten
-        self.count += 1
         root = "jmpx"
         if old.startswith("jmpx."):
-            root = (get_full_name_for_node(original_node) or "").partition(".")[0]
+            root = _first(original_node)
+        elif self._facts.taken or old == _CLASS and not self._facts.scales:
+            self.mark(original_node, f"write {new} for {old}")
+            return updated_node
         else:
             self.needs_jmpx = True
-            package, _, module = old.rpartition(".")[0].rpartition(".")
-            local = get_full_name_for_node(original_node.value)
-            self.unused.append((package, module, local if local != module else None))
+            self._leave_unused(original_node, old.rpartition(".")[0])
+        self.count += 1
         return cst.parse_expression(root + new.removeprefix("jmpx"))
 
-    def _number(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
+    def _two_bindings(self, old: str, node: cst.Attribute) -> None:
+        """Marks a name that may be of an import, and may be another one."""
+        new = moves.new_name(old)
+        if new and not old.startswith(("jmp.", "mpx.")):
+            self.mark(node, f"write {new} for {old}")
+
+    def _leave_unused(self, node: cst.Attribute, module: str) -> None:
+        """Notes an import whose name may be used no more, unless a string has the name."""
+        package, _, name = module.rpartition(".")
+        local = get_full_name_for_node(node.value) or ""
+        root = _first(node)
+        scopes = [each.scope for each in self.bindings(node, root)]
+        if root not in self._facts.strings and all(isinstance(s, GlobalScope) for s in scopes):
+            self.unused.append((package, name, local if local != name else None))
+
+    # Flax's DynamicScale
+
+    def _is_scale(self, node: cst.CSTNode) -> bool | None:
+        """Whether an expression is a DynamicScale; None if it may be one, or may be another thing.
+
+        Without an import of Flax's DynamicScale, what is called `dynamic_scale` may be one.
+        """
+        if self.imports(node):
+            return False
+        certain = True if self._facts.scales else None
+        named = "dynamic_scale" in (get_full_name_for_node(node) or "").rpartition(".")[2]
+        if not isinstance(node, cst.Name):
+            return certain if named else False
+        kinds = {self._kind(each) for each in self.bindings(node, node.value)}
+        if False in kinds or not kinds - {None}:
+            return None if named or True in kinds else False
+        return certain
+
+    def _kind(self, binding: Any) -> bool | None:
+        """Whether a binding is one to a DynamicScale; None if it does not matter."""
+        node = getattr(binding, "node", None)
+        if isinstance(node, cst.Param):
+            kind = node.annotation and self.imported(node.annotation.annotation)
+            return kind == _CLASS or "dynamic_scale" in node.name.value
+        if not isinstance(node, cst.Name):
+            return False
+        parent, above = (*self.above(node),)[:2]
+        if isinstance(above, cst.Tuple) and m.matches(parent, m.Element()):
+            first = above.elements[0] is parent
+            assign = self.parent(self.parent(above))
+            if first and m.matches(assign, _FOUR) and isinstance(assign, cst.Assign):
+                return True if assign in self._swapped else self._of_gradients(assign.value)
+            return False
+        made = above if isinstance(parent, cst.AssignTarget) else parent
+        if isinstance(made, cst.Assign | cst.AnnAssign | cst.NamedExpr) and made.value is not None:
+            return self._makes_scale(made.value)
+        return False
+
+    def _of_gradients(self, call: cst.BaseExpression) -> bool | None:
+        """Returns None for a call of what some `value_and_grad` returned."""
+        if not isinstance(call, cst.Call):
+            return False
+        if m.matches(call.func, _VALUE_AND_GRAD):
+            return None
+        if not isinstance(call.func, cst.Name):
+            return False
+        bindings = self.bindings(call.func, call.func.value)
+        nodes = [getattr(each, "node", None) for each in bindings]
+        assigns = [self._assign(each) for each in nodes if isinstance(each, cst.Name)]
+        found = any(each and m.matches(each.value, _VALUE_AND_GRAD) for each in assigns)
+        return None if found else False
+
+    def _makes_scale(self, value: cst.BaseExpression) -> bool | None:
+        if isinstance(value, cst.IfExp):
+            kinds = {self._makes_scale(value.body), self._makes_scale(value.orelse)}
+            return False if False in kinds else True if True in kinds else None
+        if m.matches(value, m.Name("None")):
+            return None
+        if isinstance(value, cst.Call):
+            return self.imported(value.func) == _CLASS
+        name = get_full_name_for_node(value) or ""
+        return isinstance(value, cst.Name | cst.Attribute) and "dynamic_scale" in name
+
+    def _of_a_scale(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
         """Renames the numbers of a DynamicScale: its `scale` is a method of a jmpx loss scale."""
-        new = _NUMBERS.get(original.attr.value)
-        if new is None or not _is_dynamic_scale(original.value):
+        word, parent = original.attr.value, self.parent(original)
+        called = isinstance(parent, cst.Call) and parent.func is original
+        kind = self._is_scale(original.value)
+        known = self._facts.scales or self._facts.uncertain
+        if word == "value_and_grad":
+            free = isinstance(original.value, cst.Name) and not self.bindings(
+                original.value, original.value.value
+            )
+            other = free or not known or self.imports(original.value)
+            if parent not in self._scaled and (kind is not False or not other):
+                self.mark(original, _WRITE_STEP)
             return updated
-        parent = self.get_metadata(ParentNodeProvider, original)
-        if isinstance(parent, cst.Call) and parent.func is original:
+        if word == "replace" and called and kind is not False and known:
+            self.mark(original, _OTHER_CLASS)
+        new = moves.DYNAMIC_SCALE.get(word)
+        if called or new in (None, word) or kind is False:
+            return updated
+        if kind is None:
+            if self._facts.flax:
+                self.mark(original, f"write {new} for {word} if this is a jmpx.DynamicLossScale")
             return updated
         self.count += 1
-        return updated.with_changes(attr=cst.Name(new))
+        return updated.with_changes(attr=cst.Name(new or word))
 
     # Calls
 
@@ -224,17 +431,38 @@ class _Edits(Names):
         """Rewrites arguments."""
         if original_node in self._scaled:
             return self._gradient_of_scaled(updated_node)
-        if m.matches(original_node, _VALUE_AND_GRAD):
-            receiver = cst.ensure_type(original_node.func, cst.Attribute).value
-            if _is_dynamic_scale(receiver):
-                self.mark(original_node, _WRITE_STEP)
-            return updated_node
         old = self.imported(original_node.func) or ""
-        if old.endswith("dynamic_scale.DynamicScale"):
+        if old == _CLASS and self._facts.scales:
             return self._dynamic_loss_scale(original_node, updated_node)
-        if old.startswith("jmpx."):
-            return self._call_of_0_2(old.rpartition(".")[2], original_node, updated_node)
+        if old.startswith("jmpx.") and not old.startswith("jmpx.mpx."):
+            return self._call_of_0_2(old, original_node, updated_node)
         return updated_node
+
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
+    ) -> cst.SimpleString:
+        """Marks a string such as `"lib.DynamicScale"`."""
+        self._string(original_node)
+        return updated_node
+
+    def leave_ConcatenatedString(
+        self, original_node: cst.ConcatenatedString, updated_node: cst.ConcatenatedString
+    ) -> cst.ConcatenatedString:
+        """Marks a string of several parts."""
+        self._string(original_node)
+        return updated_node
+
+    def _string(self, node: cst.SimpleString | cst.ConcatenatedString) -> None:
+        """Marks the names of modules that moved, within a string; `jmp` is still one there."""
+        for name in names_in(node):
+            bound = self.bindings(node, name)
+            olds = {old.name for each in bound for old in each.get_qualified_names_for(name)}
+            if olds & {*_MODULES} or name in olds & {"jmp"} and self._looked_up(node):
+                self.mark(node, f"this string names {name}: is it the module that moved to jmpx?")
+
+    def _looked_up(self, node: cst.CSTNode) -> bool:
+        """Whether a string is an argument or a key: of `sys.modules`, perhaps."""
+        return isinstance(self.parent(node), cst.Arg | cst.Index)
 
     def _dynamic_loss_scale(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         """Renames the arguments of a DynamicScale, which begins at 65536."""
@@ -251,21 +479,25 @@ class _Edits(Names):
             args.insert(0, cst.Arg(cst.parse_expression("2.0**16")))
         return updated.with_changes(args=args)
 
-    def _call_of_0_2(self, function: str, original: cst.Call, updated: cst.Call) -> cst.Call:
+    def _call_of_0_2(self, old: str, original: cst.Call, updated: cst.Call) -> cst.Call:
         """Gathers the arguments of gradient functions, and marks arguments that are gone."""
+        function = old.rpartition(".")[2]
         gathered: dict[str, list[cst.Arg]] = {}
         args: list[cst.Arg] = []
         for each in updated.args:
             name = each.keyword.value if each.keyword else ""
             if words := moves.GONE.get((function, name)):
                 self.mark(original, words)
-            if f"jmpx.{function}" in _GRADIENT_FUNCTIONS and name in moves.GRADIENT:
+            if old in _GRADIENT_FUNCTIONS and name in moves.GRADIENT:
                 new, inner = moves.GRADIENT[name]
                 gathered.setdefault(new, []).append(_argument(inner, each.value))
             else:
                 args.append(each)
         if len(gathered.get("uncast", ())) > 1:
             self.mark(original, "write uncast=(...) for uncast_argnums and uncast_argnames")
+            return updated
+        if self._facts.taken and gathered and not isinstance(original.func, cst.Attribute):
+            self.mark(original, f"write {' and '.join(f'{new}=' for new in gathered)} of jmpx")
             return updated
         for new, inner in gathered.items():
             value = inner[0].value if new == "uncast" else self._group(new, inner, original.func)
@@ -282,7 +514,7 @@ class _Edits(Names):
         """
         root = "jmpx"
         if isinstance(function, cst.Attribute):
-            root = (get_full_name_for_node(function) or "").partition(".")[0]
+            root = _first(function)
         else:
             self.needs_jmpx = True
         inner = sorted(inner, key=lambda each: not _named(each, "axis_name"))
@@ -295,44 +527,73 @@ class _Edits(Names):
     # Flax's DynamicScale.value_and_grad, whose four results have another order
 
     def visit_Module(self, node: cst.Module) -> None:
-        """Looks at the statements of a module."""
-        self._find_scaled(node)
+        """Finds the calls of which each use is unpacked into four, at once or by a name."""
+        super().visit_Module(node)
+        if not self._facts.scales:
+            return
+        definitions: set[tuple[str, Scope]] = set()
+        for each in m.findall(node, m.Assign()):
+            assign = cst.ensure_type(each, cst.Assign)
+            target, scope = assign.targets[0].target, self.scope(assign)
+            if isinstance(target, cst.Name) and scope and self._is_scaled(assign.value):
+                definitions.add((target.value, scope))
+            elif self._swaps(assign) and self._is_scaled(call := _function(assign.value)):
+                self._scaled.add(call)
+                self._swapped.add(assign)
+        for name, scope in definitions:
+            uses = {} if name in self._facts.strings else self.uses_of(name, scope)
+            for definition, names in uses.items():
+                unpacked = [self._unpacked(each) for each in names]
+                if unpacked and all(unpacked) and self._is_scaled(definition.value):
+                    self._scaled.add(definition.value)
+                    self._swapped.update(each for each in unpacked if each)
 
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        """Looks at the statements of a block."""
-        self._find_scaled(node)
+    def _unpacked(self, name: cst.Name) -> cst.Assign | None:
+        """Returns the assignment that unpacks the four results of a function, if it is one."""
+        call, assign = (*self.above(name),)[:2]
+        if (
+            isinstance(assign, cst.Assign)
+            and self._swaps(assign)
+            and _function(assign.value) is name
+        ):
+            return assign if assign.value is call else None
+        return None
 
-    def _find_scaled(self, node: cst.Module | cst.IndentedBlock) -> None:
-        """Finds the calls whose results are unpacked at once, or in a statement that follows."""
-        made: dict[str, cst.Call] = {}
-        for line in node.body:
-            for each in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-                if not isinstance(each, cst.Assign):
-                    continue
-                target, value = each.targets[0].target, each.value
-                if isinstance(target, cst.Name) and self._is_scaled(value):
-                    made[target.value] = cst.ensure_type(value, cst.Call)
-                elif m.matches(each, _FOUR) and isinstance(value, cst.Call):
-                    call: Any = value.func
-                    call = made.get(call.value) if isinstance(call, cst.Name) else call
-                    if call is not None and self._is_scaled(call):
-                        self._scaled.add(call)
-                        self._swapped.add(each)
+    def _swaps(self, assign: cst.Assign) -> bool:
+        """Whether the targets are four, and may be assigned to in another order."""
+        if not m.matches(assign, _FOUR):
+            return False
+        four = cst.ensure_type(assign.targets[0].target, cst.Tuple)
+        bound, read = [], set[str]()
+        for each in four.elements:
+            names, others = _targets(each.value)
+            bound.append(names)
+            read |= others
+            if m.findall(each.value, m.Call() | m.NamedExpr() | m.StarredElement()):
+                return False
+        scale, finite, value, grads = bound
+        if not any(map(self.is_use, self._names["_"])):
+            value = value - {"_"}  # which is read nowhere
+        both = value & (scale | finite)
+        return not (both or read & (scale | finite | value | grads))
 
-    def _is_scaled(self, node: cst.CSTNode) -> bool:
+    def _is_scaled(self, node: cst.CSTNode | None) -> bool:
         """Whether a node is `dynamic_scale.value_and_grad(...)` with arguments that are known."""
-        if not m.matches(node, _VALUE_AND_GRAD):
+        if node is None or not m.matches(node, _VALUE_AND_GRAD):
             return False
         call = cst.ensure_type(node, cst.Call)
-        names = [each.keyword.value if each.keyword else "fun" for each in call.args]
+        names = [each.keyword.value if each.keyword else each.star or "fun" for each in call.args]
         known = names[:1] == ["fun"] and {*names[1:]} <= {"axis_name", "has_aux"}
-        return known and _is_dynamic_scale(cst.ensure_type(call.func, cst.Attribute).value)
+        return known and self._is_scale(cst.ensure_type(call.func, cst.Attribute).value) is True
 
     def _gradient_of_scaled(self, call: cst.Call) -> cst.Call:
         self.count += 1
         self.needs_jmpx = True
         scale = cst.ensure_type(call.func, cst.Attribute).value
-        args = [call.args[0], cst.Arg(scale)]
+        args = [
+            call.args[0].with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT),
+            cst.Arg(scale),
+        ]
         for each in call.args[1:]:
             if _named(each, "axis_name"):
                 args.append(_argument("over", self._group("over", [each])))
@@ -357,9 +618,27 @@ class _Edits(Names):
         return updated_node.with_changes(targets=[target])
 
 
-def _is_dynamic_scale(node: cst.CSTNode) -> bool:
-    """Whether an expression such as `state.dynamic_scale` is called one."""
-    return "dynamic_scale" in (get_full_name_for_node(node) or "").rpartition(".")[2]
+def _comments(nodes: Sequence[cst.CSTNode]) -> list[cst.Comment]:
+    found = [each for node in nodes for each in m.findall(node, m.Comment())]
+    return [cst.ensure_type(each, cst.Comment) for each in found]
+
+
+def _function(node: cst.BaseExpression) -> cst.BaseExpression | None:
+    return node.func if isinstance(node, cst.Call) else None
+
+
+def _targets(node: cst.BaseExpression) -> tuple[set[str], set[str]]:
+    """Returns the names that a target binds, and those that it reads: of `a[i]` both."""
+    if isinstance(node, cst.Name):
+        return {node.value}, set()
+    if isinstance(node, cst.Tuple | cst.List):
+        parts = [_targets(each.value) for each in node.elements]
+        return set().union(*(p[0] for p in parts)), set().union(*(p[1] for p in parts))
+    return set(), {cst.ensure_type(each, cst.Name).value for each in m.findall(node, m.Name())}
+
+
+def _as(name: str) -> cst.AsName:
+    return cst.AsName(cst.Name(name))
 
 
 def _named(argument: cst.Arg, name: str) -> bool:

@@ -33,12 +33,26 @@ class File:
         path = self.path.resolve()
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as new:
             new.write(self.after.encode(errors="surrogateescape"))
-        os.chmod(new.name, path.stat().st_mode)
-        os.replace(new.name, path)
+        try:
+            os.chmod(new.name, path.stat().st_mode)
+            os.replace(new.name, path)
+        except OSError:
+            os.unlink(new.name)
+            raise
+
+    def written(self) -> "File":
+        """Returns the file after it was written, or with the reason why it was not."""
+        try:
+            self.write()
+        except OSError as error:
+            return _left(self.path, self.before, f"not written: {error}")
+        return self
 
 
 def migrate_files(paths: Iterable[str], write: bool) -> Iterator[str]:
     """Yields the lines of a report, after all files have been read, and written if asked to.
+
+    What cannot be read, understood or written is told among what is left to do.
 
     Args:
         paths: files, and folders whose `.py` files are taken.
@@ -48,10 +62,9 @@ def migrate_files(paths: Iterable[str], write: bool) -> Iterator[str]:
         ValueError: if a file does not exist or is a notebook, or libcst is not installed.
     """
     files = [_migrated(path) for path in _python_files(paths)]
-    changed = [file for file in files if file.before != file.after]
     if write:
-        for file in changed:
-            file.write()
+        files = [file.written() if file.before != file.after else file for file in files]
+    changed = [file for file in files if file.before != file.after]
     for file in changed:
         yield file.diff()
     marks = [f"{file.path}:{line}: {words}" for file in files for line, words in file.marks]
@@ -69,12 +82,18 @@ def _python_files(paths: Iterable[str]) -> list[Path]:
             raise ValueError(f"Cannot migrate the notebook {path}: export it as a .py file.")
         if not path.exists():
             raise ValueError(f"Cannot find {path}: give Python files or folders of them.")
-        found |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        inside = sorted(each for each in path.rglob("*.py") if not each.is_dir())
+        found |= dict.fromkeys(inside if path.is_dir() else [path])
     return list(found)
 
 
 def _migrated(path: Path) -> File:
-    before = path.read_bytes().decode(errors="surrogateescape")  # with the line ends that it has
+    try:
+        if path.exists() and not path.is_file():
+            return _left(path, "", "left as it is, no file")  # a pipe, which has no end
+        before = path.read_bytes().decode(errors="surrogateescape")  # with its line ends
+    except OSError as error:
+        return _left(path, "", f"left as it is: {error}")
     if not any(word in before for word in _WORDS):
         return File(path, before, before, 0, ())
     try:
@@ -85,10 +104,17 @@ def _migrated(path: Path) -> File:
         raise ValueError("migrate needs libcst: pip install 'jmpx[migrate]'.") from error
     try:
         new = migrate_source(before)
-    except (UnicodeError, libcst.ParserSyntaxError) as error:
-        reason = " ".join(str(error).split())
-        return File(path, before, before, 0, ((1, f"left as it is, no Python: {reason}"),))
+    except (RecursionError, MemoryError):
+        return _left(path, before, "left as it is: an expression is nested too deeply")
+    except (UnicodeError, SyntaxError, libcst.ParserSyntaxError) as error:
+        return _left(path, before, f"left as it is, no Python: {error}")
+    except Exception as error:  # of libcst: it ends no other file
+        return _left(path, before, f"left as it is: {type(error).__name__}: {error}")
     return File(path, before, new.text, new.edits, new.marks)
+
+
+def _left(path: Path, text: str, reason: str) -> File:
+    return File(path, text, text, 0, ((1, " ".join(reason.split())),))
 
 
 def _count(number: int, word: str) -> str:

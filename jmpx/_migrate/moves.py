@@ -9,10 +9,11 @@ _JMP = """
     DynamicLossScale LossScale NoOpLossScale Policy StaticLossScale all_finite cast_to_full
     cast_to_half get_policy half_dtype select_tree
 """.split()
-_HAIKU = "clear_policy current_policy get_policy push_policy set_policy".split()
+_HAIKU = "clear_policy current_policy push_policy set_policy".split()
 _MOVED = {
     **{f"jmp.{name}": f"jmpx.{name}" for name in _JMP},
     **{f"haiku.mixed_precision.{name}": f"jmpx.{name}" for name in _HAIKU},
+    "haiku.mixed_precision.get_policy": "jmpx.policy_of",
     "flax.training.dynamic_scale.DynamicScale": "jmpx.DynamicLossScale",
 }
 # Arguments of Flax's DynamicScale, and what they are called here.

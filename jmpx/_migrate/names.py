@@ -1,51 +1,121 @@
 """To which imports the names of a module are bound."""
 
+import ast
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
 import libcst as cst
 import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import (
+    ExpressionContext,
+    ExpressionContextProvider,
+    GlobalScope,
     ParentNodeProvider,
     PositionProvider,
     QualifiedNameProvider,
     QualifiedNameSource,
+    Scope,
+    ScopeProvider,
 )
+from libcst.metadata.scope_provider import BaseAssignment, ImportAssignment
 
 from jmpx._migrate import moves
+
+DYNAMIC_SCALE = "flax.training.dynamic_scale"
 
 
 class Names(m.MatcherDecoratableTransformer):
     """Knows to which import a name is bound."""
 
-    METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
+    METADATA_DEPENDENCIES = (
+        ExpressionContextProvider,
+        ParentNodeProvider,
+        PositionProvider,
+        QualifiedNameProvider,
+        ScopeProvider,
+    )
+
+    def imports(self, node: cst.CSTNode) -> set[str]:
+        """Returns the dotted names of all imports to which a name or attribute may be bound."""
+        names = self.get_metadata(QualifiedNameProvider, node, frozenset())
+        return {each.name for each in names if each.source is QualifiedNameSource.IMPORT}
 
     def imported(self, node: cst.CSTNode) -> str | None:
-        """Returns the dotted name of an imported name or attribute; None for any other node."""
-        names = self.get_metadata(QualifiedNameProvider, node, frozenset())
-        if len(names) != 1:
-            return None
-        (name,) = names
-        return name.name if name.source is QualifiedNameSource.IMPORT else None
+        """Returns the dotted name of an imported name or attribute; None for any other node.
 
-    def is_use(self, node: cst.Name) -> bool:
-        """Whether a name is looked up: not the word of an attribute, an argument or an import."""
+        A name with a second binding, as `jmp = None` after an `except`, is another node.
+        """
+        names = self.get_metadata(QualifiedNameProvider, node, frozenset())
+        found = self.imports(node)
+        if len(names) != 1 or not found:
+            return None
+        root = _root(node)
+        bindings = self.bindings(root, root.value) if root else []
+        return found.pop() if all(isinstance(a, ImportAssignment) for a in bindings) else None
+
+    def is_word(self, node: cst.Name) -> bool:
+        """Whether a name is only the word of an attribute or of an argument."""
         parent = self.get_metadata(ParentNodeProvider, node)
         if isinstance(parent, cst.Attribute):
-            return parent.value is node
-        if isinstance(parent, cst.Arg):
-            return parent.keyword is not node
-        return not isinstance(parent, cst.Param | cst.ImportAlias | cst.AsName)
+            return parent.value is not node
+        return isinstance(parent, cst.Arg) and parent.keyword is node
+
+    def is_use(self, node: cst.Name) -> bool:
+        """Whether a name is looked up."""
+        context = self.get_metadata(ExpressionContextProvider, node, None)
+        return context is ExpressionContext.LOAD and not self.is_word(node)
+
+    def scope(self, node: cst.CSTNode) -> Scope | None:
+        """Returns the scope of a node."""
+        return self.get_metadata(ScopeProvider, node, None)
+
+    def bindings(self, node: cst.CSTNode, name: str) -> list[BaseAssignment]:
+        """Returns the bindings of a name, as it is seen from a node."""
+        scope = self.scope(node)
+        return [] if scope is None else [*scope[name]]
+
+    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yields the nodes around a node, from the inside."""
+        while (parent := self.get_metadata(ParentNodeProvider, node, None)) is not None:
+            yield parent
+            node = parent
 
     def visit_Import(self, node: cst.Import) -> bool:
         """Leaves the names of imports to `leave_Import`."""
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Leaves them to `leave_SimpleStatementLine`."""
+        """Leaves them to `leave_ImportFrom`."""
         return False
 
 
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a module as a whole says of its names.
+
+    Args:
+        foreign: packages called `jmp` or `mpx` that are others, with the names that they share.
+        renames: whether all uses of `jmp` are known, so that they can be renamed.
+        taken: whether `jmpx` has another meaning somewhere, so that no use of it can be added.
+        flax: whether Flax is imported.
+        scales: whether Flax's DynamicScale is imported, and each use of it is known.
+        uncertain: whether Flax's DynamicScale is imported, and some use of it is not known.
+        strings: the names within strings that are Python, such as annotations.
+    """
+
+    foreign: dict[str, list[str]]
+    renames: bool
+    taken: bool
+    flax: bool
+    scales: bool
+    uncertain: bool
+    strings: frozenset[str]
+
+
 class Uses(Names):
-    """Collects which names of `jmp` and `mpx` a module uses, as other packages are called so, too.
+    """Collects the facts.
 
     A name that JMP or MPX does not have makes the package foreign.
     """
@@ -53,40 +123,115 @@ class Uses(Names):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[str, set[str]] = {"jmp": set(), "mpx": set()}
+        self._odd = self._taken = self._flax = self._scales = self._unsure = False
+        self._strings: set[str] = set()
 
-    def foreign(self) -> dict[str, list[str]]:
-        """Returns the foreign packages, with the names that JMP or MPX does have."""
+    def facts(self) -> Facts:
+        """Returns what was found."""
         known = {
             package: sorted(name for name in names if moves.new_name(name))
             for package, names in self._names.items()
         }
-        return {
+        foreign = {
             package: known[package]
             for package, names in self._names.items()
             if len(known[package]) < len(names)
         }
+        renames = not (self._odd or self._taken or "jmp" in self._strings)
+        uncertain = self._scales and (self._unsure or self._taken)
+        scales = self._scales and not uncertain
+        strings = frozenset(self._strings)
+        return Facts(foreign, renames, self._taken, self._flax, scales, uncertain, strings)
 
     def _use(self, name: str | None) -> None:
         package, _, word = (name or "").partition(".")
         if package in self._names and word and not word.startswith("__"):
-            self._names[package].add(f"{package}.{word}")
+            self._names[package].add(f"{package}.{word.partition('.')[0]}")
+
+    def _bind(self, alias: cst.ImportAlias, module: str, node: cst.CSTNode) -> None:
+        """Looks at the name that an import binds; `module` is empty for `import`."""
+        name = get_full_name_for_node(alias.name) or ""
+        bound = alias.evaluated_alias or name.partition(".")[0]
+        plain = not (module or alias.asname) and isinstance(self.scope(alias), GlobalScope)
+        self._odd |= bound == "jmp" and not (plain and name == "jmp")
+        self._taken |= bound == "jmpx" and not plain
+        whole = f"{module}.{name}" if module else name
+        self._flax |= whole.partition(".")[0] == "flax"
+        if _within(whole, DYNAMIC_SCALE):
+            self._scales = True
+            self._unsure |= not self._only_imports(self.scope(alias), bound)
+
+    def _only_imports(self, scope: Scope | None, name: str) -> bool:
+        return scope is not None and all(
+            isinstance(each, ImportAssignment) and each.scope is scope for each in scope[name]
+        )
 
     def visit_Import(self, node: cst.Import) -> bool:
         """Looks at imports of modules inside of a package."""
         for each in node.names:
             self._use(get_full_name_for_node(each.name))
+            self._bind(each, "", node)
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         """Looks at names that are imported."""
-        module = get_full_name_for_node(node.module) if node.module and not node.relative else None
-        if module and not isinstance(node.names, cst.ImportStar):
-            for each in node.names:
+        module = get_full_name_for_node(node.module) if node.module else None
+        if isinstance(node.names, cst.ImportStar):
+            return False
+        for each in node.names:
+            if module and not node.relative:
                 self._use(f"{module}.{get_full_name_for_node(each.name)}")
+            self._bind(each, "." if node.relative or not module else module, node)
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         """Looks at attributes; of `jmp.Policy.cast` at `jmp.Policy`."""
-        name = self.imported(node)
-        if name is not None and name.count(".") == 1:
-            self._use(name)
+        for name in self.imports(node):
+            if name.count(".") == 1:
+                self._use(name)
+            if _within(name, DYNAMIC_SCALE):
+                self._scales = True
+                self._unsure |= self.imported(node) is None
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Looks at each `jmp` that is not an import of it, and each `jmpx` that is not one."""
+        if self.is_word(node) or node.value not in ("jmp", "jmpx"):
+            return
+        plain = self.is_use(node) and self.imported(node) == node.value
+        if node.value == "jmpx":
+            self._taken |= not plain
+        elif not plain and not isinstance(self.get_metadata(ParentNodeProvider, node), cst.Param):
+            bound = [each.scope for each in self.bindings(node, "jmp")]
+            self._odd |= not bound or any(isinstance(each, GlobalScope) for each in bound)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        """Looks at the names within a string."""
+        self._strings |= names_in(node)
+
+    def visit_ConcatenatedString(self, node: cst.ConcatenatedString) -> None:
+        """Looks at the names within a string of several parts."""
+        self._strings |= names_in(node)
+
+
+def names_in(node: cst.SimpleString | cst.ConcatenatedString) -> set[str]:
+    """Returns the names that a string has if it is an expression: an annotation, or one name."""
+    text = node.evaluated_value
+    if not isinstance(text, str) or len(text) > 500:
+        return set()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+
+
+def _root(node: cst.CSTNode) -> cst.Name | None:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

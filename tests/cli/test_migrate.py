@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import stat
 import textwrap
 
@@ -63,6 +64,60 @@ EDITS = {
     "mixed_precision": (
         "import jmp\nfrom haiku import mixed_precision as mp\nwith mp.push_policy(A, p): pass\n",
         "import jmpx\nwith jmpx.push_policy(A, p): pass\n",
+    ),
+    "a string has jmp": (
+        "import jmp\ndef f(x: 'jmp.Policy'): return jmp.half_dtype()\n",
+        "import jmpx as jmp\ndef f(x: 'jmp.Policy'): return jmp.half_dtype()\n",
+    ),
+    "two bindings": (
+        "try: import jmp\nexcept ImportError: jmp = None\nx = jmp and jmp.half_dtype()\n",
+        "try: import jmpx as jmp\nexcept ImportError: jmp = None\nx = jmp and jmp.half_dtype()\n",
+    ),
+    "jmpx is another thing": (
+        "import jmp\ndef f(jmpx): return jmp.get_policy(jmpx)\n",
+        "import jmpx as jmp\ndef f(jmpx): return jmp.get_policy(jmpx)\n",
+    ),
+    "a name in global": (
+        "def f():\n    global jmp\n    import jmp\nf()\njmp.half_dtype()\n",
+        "def f():\n    global jmp\n    import jmpx as jmp\nf()\njmp.half_dtype()\n",
+    ),
+    "a policy of a class": (
+        "from haiku.mixed_precision import get_policy\n",
+        "from jmpx import policy_of as get_policy\n",
+    ),
+    "comments within an import": (
+        "from jmpx import (\n    Wire,  # one\n    # two\n    ema,\n)\nema()  # three\n",
+        "# one\n# two\nfrom jmpx.inspect import Collectives as Wire\nfrom jmpx.optim import ema\n"
+        "ema()  # three\n",
+    ),
+    "one line": ("from jmp import Policy; Policy()\n", "from jmpx import Policy; Policy()\n"),
+    "a byte order mark": ("\ufeffimport jmp\n", "\ufeffimport jmpx\n"),
+    "CR": ("import jmp\rjmp.half_dtype()\r", "import jmpx\rjmpx.half_dtype()\r"),
+    "a loop, and another branch": (
+        """
+        from flax.training.dynamic_scale import DynamicScale
+        def step(ds: DynamicScale):
+            if ds:
+                g = ds.value_and_grad(fun=f)
+                for p in ps:
+                    ds, ok, loss, grads = g(p)
+            else:
+                g = jax.grad(f)
+                grads = g(p)
+        """,
+        """
+        from jmpx import DynamicLossScale as DynamicScale
+        import jmpx
+
+        def step(ds: DynamicScale):
+            if ds:
+                g = jmpx.filter_value_and_grad(f, ds, policy="full")
+                for p in ps:
+                    loss, ds, ok, grads = g(p)
+            else:
+                g = jax.grad(f)
+                grads = g(p)
+        """,
     ),
     "0.2": (
         "import jmpx\njmpx.audit(f), jmpx.wire(s), jmpx.get_policy(p)\n",
@@ -147,6 +202,18 @@ LEFT = {
         "dynamic_scale, ok, v, g = dynamic_scale.value_and_grad(f, argnums=1)(x)\n",
         "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad",
     ),
+    "no import of Flax's class": (
+        "from flax import linen\nf(*dynamic_scale.scale)\n",
+        "write loss_scale for scale if",
+    ),
+    "a module that is handed on": (
+        "from haiku import mixed_precision\nf(mixed_precision)\n",
+        "the names of haiku.mixed_precision are in jmpx now",
+    ),
+    "a module under its full name": (
+        "import haiku.mixed_precision\nx = haiku.mixed_precision\n",
+        "the names of haiku.mixed_precision are in jmpx now",
+    ),
     "star": ("from jmp import *\n", "import the names"),
     "another mpx": ("import mpx.utils\nimport mpx\n", None),
     "perhaps MPX": (
@@ -180,7 +247,40 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
     assert migrate_source(migrated.text) == migrated
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(scale=8.0)\n"
+UNPACKED = "ds, ok, loss, grads = g(p)\n"
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        "x = g(p)[2]\n" + UNPACKED,
+        "h(g)\n" + UNPACKED,
+        "h = g\n" + UNPACKED,
+        "for p in ps:\n    ds, ok, loss, grads = g(p)\n    g = other\n",
+        "if p:\n    g = other\n" + UNPACKED,
+        "try:\n    g = other\nfinally:\n    " + UNPACKED,
+        "def h():\n    global g\n    g = other\n" + UNPACKED,
+        "def h(x: 'g'): pass\n" + UNPACKED,
+        "del g\n",
+        "ds, *ok, loss, grads = g(p)\n",
+        "loss, ok, loss, grads = g(p)\n",
+        "ds, i, a[i], grads = g(p)\n",
+        "a = ds, ok, loss, grads = g(p)\n",
+        "a, b, c = g(p)\n",
+        "",
+    ],
+)
+def test_a_gradient_function_with_another_use_is_left_at_each_place(uses):
+    text = HEAD + "g = ds.value_and_grad(f)\n" + uses
+    migrated = migrate_source(text)
+    ((line, words),) = migrated.marks
+    assert line == 3 and words.startswith("write (loss, dynamic_scale")
+    assert migrated.text.split("g = ds.", 1)[1] == text.split("g = ds.", 1)[1]
+    assert migrate_source(migrated.text).text == migrated.text
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_comment_has_the_place_and_the_line_end_of_its_line(end):
     lines = ["import jmpx", "\f", 's = "\x1c"', f's = "{COMMENT}in a string"', "if s:"]
     before = end.join([*lines, "    jmpx.nothing", ""])
@@ -322,6 +422,28 @@ def test_it_keeps_line_ends_and_leaves_what_it_cannot_read(tmp_path, capsys):
     assert (tmp_path / "a.py").read_bytes() == b"import jmpx\r\nx = jmpx.half_dtype()\r\n"
     assert (tmp_path / "b.py").read_bytes() == b"import jmp\n  x = (\n"
     assert (tmp_path / "c.py").read_bytes() == b"s = 'jmp \xff'\n"
+
+
+def test_an_odd_file_is_told_and_the_others_go_on(tmp_path, capsys):
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "sum.py").write_text("import jmp\nx = " + " + ".join(["1"] * 5000))
+    (tmp_path / "z.py").write_text("import jmp\n")
+    code, printed = lines_of(capsys, tmp_path, "--write")
+    assert code == 0 and (tmp_path / "z.py").read_text() == "import jmpx\n"
+    for name, words in [("gone", "No such file"), ("pipe", "no file"), ("sum", "too deeply")]:
+        assert re.search(f"{name}.py:1: left as it is.*{words}", printed.out)
+    assert printed.out.endswith("4 files, 1 edit, 3 left to do; 1 written\n")
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.py").write_text("import jmp\n")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    code, printed = lines_of(capsys, tmp_path, "--write")
+    assert code == 0 and "a.py:1: not written: no" in printed.out
+    assert printed.out.endswith("1 file, 0 edits, 1 left to do; 0 written\n")
+    assert os.listdir(tmp_path) == ["a.py"]
 
 
 def test_a_wrong_file_is_one_line(tmp_path, capsys):

@@ -1,0 +1,274 @@
+"""`migrate`, random programs: each behaves as before or carries a comment; a second run is idle.
+
+The libraries are small models, so that a program is a list of what it has computed.
+"""
+
+import builtins
+import dataclasses
+import textwrap
+import types
+import typing
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+pytest.importorskip("libcst", reason="libcst is in the migrate extra")
+
+# Private: thousands of programs, without their files.
+from jmpx._migrate.edits import COMMENT, migrate_source
+
+NAMES = "all_finite get_policy half_dtype".split()
+HAIKU = {"set_policy": "set_policy", "get_policy": "policy_of"}
+
+
+class Policy:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    number: float
+    steps: int = 2000
+
+    def after(self):
+        return dataclasses.replace(self, number=self.number / 2)
+
+
+class Flax(Scale):
+    """Flax's DynamicScale."""
+
+    def __init__(self, growth_interval=2000, scale=65536.0, number=None, steps=None):
+        super().__init__(number or scale, steps or growth_interval)
+
+    scale = property(lambda self: self.number)
+    growth_interval = property(lambda self: self.steps)
+
+    def value_and_grad(self, fun, has_aux=False, axis_name=None):
+        return lambda x: (self.after(), True, (fun(x), has_aux, axis_name), f"d{x}")
+
+
+class Jmpx(Scale):
+    """jmpx's DynamicLossScale."""
+
+    def __init__(self, loss_scale=2.0**15, period=2000, number=None, steps=None):
+        super().__init__(number or loss_scale, steps or period)
+
+    loss_scale = property(lambda self: self.number)
+    period = property(lambda self: self.steps)
+
+    def scale(self, x):
+        return x
+
+
+def filter_value_and_grad(fun, scale, has_aux=False, over=None, policy=None):
+    assert policy == "full" and isinstance(scale, Jmpx)
+    return lambda x: ((fun(x), has_aux, over), scale.after(), True, f"d{x}")
+
+
+def functions(names):
+    return {name: (lambda *args, _=name: (_, *args)) for name in names}
+
+
+def module(**names):
+    return types.SimpleNamespace(**names)
+
+
+def libraries(migrated):
+    """Returns the modules that a program may import; a migrated one has jmpx only."""
+    haiku = module(Linear="Linear", mixed_precision=module(**functions(HAIKU.values())))
+    haiku.mixed_precision.get_policy = haiku.mixed_precision.policy_of
+    flax = module(training=module(dynamic_scale=module(DynamicScale=Flax)))
+    jmp = module(Policy=Policy, **functions(NAMES))
+    mpx = module(**functions(["cast_tree"]))
+    if not migrated:
+        return {"jmp": jmp, "mpx": mpx, "haiku": haiku, "flax": flax}
+    new = {**vars(jmp), **functions(HAIKU.values()), "mpx": mpx, "Over": lambda axis: axis}
+    new |= {"DynamicLossScale": Jmpx, "filter_value_and_grad": filter_value_and_grad}
+    return {"jmpx": module(**new), "haiku": haiku, "flax": flax}
+
+
+def behaviour(text, migrated):
+    """Returns what a program has shown, and the error with which it ended."""
+    shown = []
+    known = libraries(migrated)
+
+    def find(name, globals=None, locals=None, fromlist=(), level=0):
+        if name.partition(".")[0] not in known:
+            return __import__(name, globals, locals, fromlist, level)
+        root, *parts = name.split(".")
+        found = known[root]
+        for part in parts:
+            found = getattr(found, part)
+        return found if fromlist else known[root]
+
+    def show(*values):
+        shown.append([(v.number, v.steps) if isinstance(v, Scale) else v for v in values])
+
+    names = {**vars(builtins), "__import__": find, "print": show}
+    here = {"__builtins__": names, "typing": typing, "__name__": "program"}
+    try:
+        exec(compile(text, "program", "exec", dont_inherit=True), here)
+    except Exception as error:
+        shown.append(type(error).__name__)
+    return shown
+
+
+# Each program has some of these parts, in any order within blocks.
+IMPORTS = """
+import jmp
+import jmp as jmp
+import jmp as j; jmp = j
+from jmp import half_dtype as h, Policy
+try: import jmp
+except ImportError: jmp = None
+
+def load():
+    global jmp
+    import jmp
+load()
+
+if print: import jmp
+else: jmp = None
+
+from flax.training import dynamic_scale as lib
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.dynamic_scale import (
+    DynamicScale,  # inside
+    # below
+)
+import flax.training.dynamic_scale
+try: from flax.training.dynamic_scale import DynamicScale
+except ImportError: DynamicScale = None
+
+import haiku as hk
+from haiku import mixed_precision as mp
+from haiku.mixed_precision import get_policy, set_policy  # behind
+import mpx
+from mpx import cast_tree
+""".strip()
+JMP_USES = """
+print(jmp.get_policy("c=f16"))
+print(f"{jmp.half_dtype()}", [jmp.all_finite(x) for x in "ab"])
+def f(x: "jmp.Policy"): print(typing.get_type_hints(f))
+f(1)
+def f(jmpx): print(jmpx, jmp.half_dtype())
+f(2)
+jmpx = 3; print(jmpx)
+def f(jmp): print(jmp)
+f(4)
+print(globals()["jmp"].half_dtype())
+class A: import jmp as own; print(jmp.half_dtype(), own.half_dtype())
+print([jmp for jmp in "ab"], jmp.half_dtype())
+match 5:
+    case jmp: print(jmp)
+
+jmp = 6
+del jmp
+def f(): import jmp; print(jmp.half_dtype())
+f()
+""".strip()
+OTHER_USES = """
+print(h(), Policy)
+print(hk.mixed_precision.get_policy(hk.Linear))
+print(hk.mixed_precision.set_policy(hk.Linear, 1)); print(hk.Linear)
+print(mp.get_policy(7))
+handed = mp; print(handed.get_policy(8))
+print(get_policy(9), set_policy(9, 9))
+print(mpx.cast_tree(10), cast_tree(10))
+def f(x: "lib.DynamicScale"): print(len(typing.get_type_hints(f)))
+f(11)
+""".strip()
+SCALE_USES = """
+ds = DynamicScale()
+ds = DynamicScale(scale=8.0, growth_interval=5)
+ds = lib.DynamicScale(growth_interval=4)
+ds = flax.training.dynamic_scale.DynamicScale(4)
+ds = (lambda new: new())(DynamicScale)
+dynamic_scale = ds
+dynamic_scale = DynamicScale(scale=16.0)
+dynamic_scale = lib.DynamicScale()
+ds = type("Other", (), {"scale": 12, "value_and_grad": lambda *_: lambda x: (ds, x, 13, 14)})()
+g = ds.value_and_grad(abs)
+g = dynamic_scale.value_and_grad(fun=abs, axis_name="i")
+g = lambda x: (15, 16, 17, 18)
+g = other = ds.value_and_grad(abs)
+ds, finite, loss, grads = g(1)
+dynamic_scale, finite, loss, grads = g(1)
+ds, finite, loss, grads = g(1)
+ds, _, _, grads = g(1)
+ds, i, {0: 0, True: 0}[i], grads = g(1)
+print(g(1)[2])
+print(*map(g, [1, 2]))
+def step(): print(g)
+def step(): a, b, c, d = g(1); print(a, b, c, d)
+step()
+del g
+ds, finite, loss, grads = ds.value_and_grad(abs, has_aux=True)(1)
+dynamic_scale, finite, loss, grads = r = dynamic_scale.value_and_grad(abs)(1)
+print(ds, finite, loss, grads)
+print(ds.scale, ds.growth_interval)
+print(*[dynamic_scale.scale])
+print(dynamic_scale, finite, loss, grads)
+""".strip()
+
+
+def statements(text):
+    """Splits a table by its statements; a blank line ends one of several lines."""
+    found = []
+    for line in text.splitlines():
+        more = line.startswith((" ", "except", "else", "]", ")")) or not line
+        if more and found or found and line in ("f(1)", "f(2)", "f(4)", "f()", "f(11)", "load()"):
+            found[-1] += f"\n{line}" if line else ""
+        else:
+            found.append(line)
+    return found
+
+
+WRAPS = ("{}", "{}", "{}", "if print:\n{}", "for _ in 'ab':\n{}", "try:\n{}\nfinally: pass")
+WRAPS += ("def function():\n{}\nfunction()", "if not print: pass\nelse:\n{}", "class Class:\n{}")
+
+
+@st.composite
+def blocks(draw, lines, depth=2):
+    """Draws statements, some of them in blocks."""
+    body = draw(st.lists(st.sampled_from(lines), min_size=1, max_size=5))
+    wrap = draw(st.sampled_from(WRAPS)) if depth < 2 else "{}"
+    if depth and draw(st.booleans()):
+        body.insert(draw(st.integers(0, len(body))), draw(blocks(lines, depth - 1)))
+    text = "\n".join(body)
+    return text if wrap == "{}" else wrap.format(textwrap.indent(text, "    "))
+
+
+@st.composite
+def programs(draw):
+    """Draws a program of one or two of the libraries, with one kind of line ends."""
+    parts = [JMP_USES, OTHER_USES, SCALE_USES]
+    lines = draw(st.sampled_from([*parts, SCALE_USES, JMP_USES, "\n".join(parts)]))
+    found = {"jmp": "jmp", "h(": "jmp", "DynamicScale": "flax", "hk.": "haiku"}
+    names = {library for word, library in found.items() if word in lines} | {"mpx"}
+    imports = [s for s in statements(IMPORTS) if any(name in s for name in names)]
+    head = draw(st.lists(st.sampled_from(imports), min_size=1, max_size=4, unique=True))
+    text = "\n".join([*head, draw(blocks(statements(lines))), draw(blocks(statements(lines))), ""])
+    return draw(st.sampled_from(["", "\ufeff"])) + text
+
+
+ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+
+
+@given(programs(), ENDS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[*HealthCheck])
+def test_a_program_behaves_as_before_or_carries_a_comment(text, end):
+    migrated = migrate_source(text.replace("\n", end))
+    plain = migrated.text.replace(end, "\n")
+    assert migrated.text == plain.replace("\n", end) and text.count("\ufeff") == plain.count(
+        "\ufeff"
+    )
+    assert (COMMENT in plain) == bool(migrated.marks)
+    for comment in ("# inside", "# below", "# behind"):
+        assert plain.count(comment) >= (comment in text)
+    plain = plain.removeprefix("\ufeff")
+    compile(plain, "program", "exec", dont_inherit=True)
+    if not migrated.marks:
+        assert behaviour(plain, True) == behaviour(text.removeprefix("\ufeff"), False)
+    again = migrate_source(migrated.text)
+    assert (again.text, again.marks) == (migrated.text, migrated.marks)
