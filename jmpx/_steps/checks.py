@@ -1,7 +1,8 @@
 """Checks of what the functions of a train step are given: errors and warnings."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
@@ -21,6 +22,7 @@ from jmpx._base.messages import describe
 from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
+from jmpx._storage.low_precision_params import LowPrecisionParamsState
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
 
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
@@ -162,12 +164,35 @@ def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Arr
             yield name, part
 
 
-def _holds_counts(tree: PyTree) -> bool:
-    return any(map(_is_counting, jax.tree.leaves(tree, is_leaf=_is_counting)))
+def warn_of_later_steps(state: PyTree) -> None:
+    """Warns if an `optax.chain` changes updates of parameters that are rounded already."""
+    if _has_later_steps(state):
+        _warn(
+            "Got an optax.chain with transformations after jmpx.optim.low_precision_params, which "
+            "change the updates of parameters that it has rounded: put them inside, as in "
+            "low_precision_params(optax.chain(...), ...)."
+        )
+
+
+def _has_later_steps(state: PyTree) -> bool:
+    is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
+    chains = filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain))
+    return any(_holds(chain[:-1], _is_low) or _has_later_steps(chain[-1]) for chain in chains)
+
+
+def _is_low(node: object) -> bool:
+    return isinstance(node, LowPrecisionParamsState)
 
 
 def _is_counting(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, "consecutive_skipped")
+
+
+def _holds(tree: PyTree, is_one: Callable[[object], bool]) -> bool:
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
+_holds_counts = functools.partial(_holds, is_one=_is_counting)
 
 
 def _warn(message: str) -> None:

@@ -16,6 +16,7 @@ from jmpx._steps.checks import (
     refuse_state,
     trained_part,
     warn_of_inner_counts,
+    warn_of_later_steps,
     warn_of_views,
 )
 from jmpx._steps.skipping import SkipBy, take_or_keep
@@ -175,7 +176,8 @@ def optimizer_update(
     Warns:
         UserWarning: if `model` is a view, which holds rounded parameters, or if `skip_nonfinite` is
             inside other transformations, where it does not count what this function skips, and
-            where sums of gradients keep an overflow that this function is not to skip.
+            where sums of gradients keep an overflow that this function is not to skip, or if an
+            `optax.chain` changes updates of parameters that `low_precision_params` has rounded.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmpx
@@ -192,6 +194,7 @@ def optimizer_update(
     before, put_back = _parameters_of(model, optimizer_state, grads)
     params = trained_part(before, grads)
     state: PyTree = optimizer_state
+    warn_of_later_steps(state)
     skipping = _made_by(_SkipNonfinite, optimizer)
     inner, inner_state = optimizer, state
     counts = isinstance(state, SkipNonfiniteState)
