@@ -1,19 +1,33 @@
 """Checks of what the functions of a train step are given: errors and warnings."""
 
+import functools
 import warnings
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.leaves import PyTree, is_array, is_int, is_none, is_view, spell
+from jmpx._base.leaves import (
+    Array,
+    PyTree,
+    is_array,
+    is_floating,
+    is_int,
+    is_none,
+    is_view,
+    spell,
+)
 from jmpx._base.messages import describe
+from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
+from jmpx._storage.low_precision_params import LowPrecisionParamsState
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
 
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
+_OUTERMOST = "make it the outermost one, as in skip_nonfinite(optax.MultiSteps(optimizer, n))"
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
 
 
@@ -92,16 +106,93 @@ def warn_of_views(tree: PyTree) -> None:
         )
 
 
-def warn_of_inner_counts(state: PyTree, counting: type) -> None:
-    """Warns if transformations around `skip_nonfinite` hide it from `optimizer_update`."""
-    is_counting = lambda node: isinstance(node, counting)  # noqa: E731
-    if any(map(is_counting, jax.tree.leaves(state, is_leaf=is_counting))):
+def warn_of_inner_counts(state: PyTree, skips: bool) -> None:
+    """Warns if transformations around `skip_nonfinite` hide it, or would keep what it skips.
+
+    `skips` is whether `optimizer_update` may skip the step itself.
+    """
+    if not _holds_counts(state):
+        return
+    sums = dict(_seen_before_counts(state))
+    if sums and not skips:
+        _warn(
+            "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, which may "
+            f"sum up gradients before it sees them, where one overflow stays: {_OUTERMOST}."
+        )
+    elif skips:
+        alone = ", or let it skip alone by optimizer_update(..., grads_finite=True)"
         _warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, which "
             "does not count the steps that optimizer_update skips: make it the outermost one, as "
-            "in skip_nonfinite(optax.chain(...)), or let it skip alone by "
-            "optimizer_update(..., grads_finite=True)."
+            f"in skip_nonfinite(optax.chain(...)){'' if sums else alone}."
         )
+
+
+def warn_of_kept_overflow(state: PyTree) -> None:
+    """Warns if transformations around `skip_nonfinite` hold what is not finite, and so keep it.
+
+    `state` is any pytree. Those transformations are in the same tuple as the `skip_nonfinite`.
+    """
+    tuples = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, tuple))
+    arrays = [each for node in filter(_holds_counts, tuples) for each in _seen_before_counts(node)]
+    name = next((name for name, array in arrays if not all_finite(array)), None)
+    if name is not None:
+        _warn(
+            "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, whose "
+            f"{name} is no longer finite, so that no later step may be: {_OUTERMOST}, and start "
+            "again from a finite state."
+        )
+
+
+def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Array]]:
+    """Yields the paths and floating arrays of what sees gradients before a `skip_nonfinite`.
+
+    These are sums of gradients, as of `optax.MultiSteps`. Scalars are hyperparameters.
+    """
+    if _is_counting(node):
+        return
+    held = _holds_counts(node)
+    is_part = (lambda part: part is not node) if held else None
+    parts = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_part)
+    if type(node) is tuple and held:  # of an `optax.chain`, whose last ones see them afterwards
+        parts = parts[: 1 + max(i for i, (_, part) in enumerate(parts) if _holds_counts(part))]
+    for key, part in parts:
+        name = path + jax.tree_util.keystr(key)
+        if held:
+            yield from _seen_before_counts(part, name)
+        elif is_floating(part) and part.ndim:
+            yield name, part
+
+
+def warn_of_later_steps(state: PyTree) -> None:
+    """Warns if an `optax.chain` changes updates of parameters that are rounded already."""
+    if _has_later_steps(state):
+        _warn(
+            "Got an optax.chain with transformations after jmpx.optim.low_precision_params, which "
+            "change the updates of parameters that it has rounded: put them inside, as in "
+            "low_precision_params(optax.chain(...), ...)."
+        )
+
+
+def _has_later_steps(state: PyTree) -> bool:
+    is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
+    chains = filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain))
+    return any(_holds(chain[:-1], _is_low) or _has_later_steps(chain[-1]) for chain in chains)
+
+
+def _is_low(node: object) -> bool:
+    return isinstance(node, LowPrecisionParamsState)
+
+
+def _is_counting(node: object) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "consecutive_skipped")
+
+
+def _holds(tree: PyTree, is_one: Callable[[object], bool]) -> bool:
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
+_holds_counts = functools.partial(_holds, is_one=_is_counting)
 
 
 def _warn(message: str) -> None:

@@ -16,6 +16,7 @@ from jmpx._steps.checks import (
     refuse_state,
     trained_part,
     warn_of_inner_counts,
+    warn_of_later_steps,
     warn_of_views,
 )
 from jmpx._steps.skipping import SkipBy, take_or_keep
@@ -53,6 +54,8 @@ def skip_nonfinite(
     `optax.apply_if_finite`, it never applies a non-finite update, however many it has skipped. Make
     it the outermost transformation: in an `optax.MultiSteps` around it, the sum stays non-finite
     after one overflow, while `skip_nonfinite(optax.MultiSteps(optimizer, n))` skips one micro-step.
+    `optimizer_update` warns of that, and otherwise `jmpx.inspect.check_progress` does, once it is
+    so.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
@@ -172,7 +175,9 @@ def optimizer_update(
 
     Warns:
         UserWarning: if `model` is a view, which holds rounded parameters, or if `skip_nonfinite` is
-            inside other transformations, where it does not count what this function skips.
+            inside other transformations, where it does not count what this function skips, and
+            where sums of gradients keep an overflow that this function is not to skip, or if an
+            `optax.chain` changes updates of parameters that `low_precision_params` has rounded.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmpx
@@ -189,6 +194,7 @@ def optimizer_update(
     before, put_back = _parameters_of(model, optimizer_state, grads)
     params = trained_part(before, grads)
     state: PyTree = optimizer_state
+    warn_of_later_steps(state)
     skipping = _made_by(_SkipNonfinite, optimizer)
     inner, inner_state = optimizer, state
     counts = isinstance(state, SkipNonfiniteState)
@@ -198,8 +204,8 @@ def optimizer_update(
         inner, inner_state = skipping.inner, state.inner_state
     elif counts:  # Functions around those of `skip_nonfinite` hide it: it skips by itself.
         extra_args, grads_finite = {**extra_args, "grads_finite": grads_finite}, True
-    elif grads_finite is not True:
-        warn_of_inner_counts(state, SkipNonfiniteState)
+    else:
+        warn_of_inner_counts(state, skips=grads_finite is not True)
     low_precision = _made_by(LowPrecisionParams, inner)
 
     def take() -> tuple[PyTree, PyTree]:

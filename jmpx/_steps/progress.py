@@ -16,6 +16,7 @@ from jmpx._steps.checks import (
     MAX_CONSECUTIVE_SKIPS,
     check_loss_scale,
     check_whole,
+    warn_of_kept_overflow,
 )
 
 Leaf: TypeAlias = Any  # an array or a Python number
@@ -100,6 +101,10 @@ def check_progress(
         TypeError: if an argument is of another type, or the state is traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
 
+    Warns:
+        UserWarning: if the last step was skipped, and a transformation around `skip_nonfinite`,
+            such as an `optax.MultiSteps`, has an infinity or NaN in its state, where it stays.
+
     Example:
         >>> import jax.numpy as jnp, optax, jmpx
         >>> optimizer, params = jmpx.skip_nonfinite(optax.sgd(0.1)), jnp.ones(2)
@@ -124,6 +129,8 @@ def check_progress(
             "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
         )
     count = max(int(np.asarray(part).max()) for count in counts for part in _parts(count))
+    if count:
+        warn_of_kept_overflow(opt_state)
     if count > limit:
         raise FloatingPointError(
             f"Skipped {count} optimizer steps in a row, more than max_consecutive={limit}, with "

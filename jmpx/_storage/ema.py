@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceable, spell
+from jmpx._base.messages import describe
 from jmpx._base.trees import Flag, as_flag, select_tree
 
 LARGEST_COUNT = 2**31 - 1  # an int32
@@ -44,6 +45,11 @@ class Ema:
             raise ValueError(
                 "Expected decay to be at least 0 and at most 1 - 2**-24, beyond which an average "
                 f"in float32 stands still, got {decay}: give for example 0.999."
+            )
+        if not isinstance(self.debias, bool):
+            raise TypeError(
+                f"Expected debias to be True or False, got {describe(self.debias)}: leave it out "
+                "to begin the average with the first parameters."
             )
         object.__setattr__(self, "decay", decay)
 
@@ -103,6 +109,7 @@ def ema(decay: float, debias: bool = False) -> Ema:
 
     Raises:
         ValueError: if `decay` is out of its range.
+        TypeError: if `debias` is no bool.
 
     Example:
         >>> import jax.numpy as jnp, jmpx

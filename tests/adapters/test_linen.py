@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
+from flax import nnx
+from helpers import BF16, F16, F32, LOG, MIXED, assert_same_bits, dtypes, normal, warns_once
 from helpers.jaxprs import FULL, LOW, dots, equations_of
 from helpers.linen import Watched, cast, init, under
 
@@ -367,3 +368,24 @@ def test_a_cache_keeps_its_dtype(rng, made_in_context):
     y, state = jax.eval_shape(under("c=bf16", model, x[:, :1], mutable=["cache"]), variables)
     floats = {name for name in dtypes(state) if "float" in name}
     assert y.dtype == BF16 and floats == {"bfloat16" if made_in_context else "float32"}
+
+
+# A model of NNX
+
+
+@pytest.mark.filterwarnings("error:No Linen module ran")
+def test_a_context_around_a_model_of_nnx_says_so_once(rng):
+    model, dense, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nn.Dense(2), normal(rng, 3, 4)
+    params, apply = init(rng, dense, x), jax.jit(dense.apply)
+    with warns_once(__file__, "No Linen module ran .*apply_policy"):
+        with jmpx.flax.policies("c=bf16; Dense: c=bf16"):
+            assert model(x).dtype == F32
+    with jmpx.flax.policies("c=bf16; Dense: c=bf16"):
+        model(x)
+    for _ in range(2):  # the second one runs compiled
+        with jmpx.flax.policies("c=bf16; Dense: c=f32,o=bf16"):
+            assert apply(params, x).dtype == BF16
+    with jmpx.flax.policies("c=f16; Dense: c=f32,o=f16"), jmpx.flax.policies("c=f16"):
+        apply(params, x)  # the outer one casts nothing, but a Linen module ran
+    with pytest.raises(KeyError), jmpx.flax.policies("c=f16; Dense: c=f32,o=bf16"):
+        raise KeyError

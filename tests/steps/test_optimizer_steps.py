@@ -5,6 +5,7 @@
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
 
 import functools
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -389,3 +390,45 @@ def test_a_hidden_skip_nonfinite_is_warned_of(name, rng):
         new, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
         assert_same_bits(new, params)
         assert state[1].total_skipped == 1
+
+
+AROUND = {  # what wraps a `skip_nonfinite` of sgd, and whether it keeps an overflow of a step
+    "MultiSteps": (lambda inner: optax.MultiSteps(inner, 2), True),
+    "apply_every": (lambda inner: optax.chain(optax.apply_every(2), inner), True),
+    "trace": (lambda inner: optax.chain(optax.trace(0.9), inner), True),
+    "its own sum": (
+        lambda inner: jmpx.optim.with_state_dtype(optax.MultiSteps(inner, 2), jnp.float32),
+        True,
+    ),
+    "before a trace": (lambda inner: optax.chain(inner, optax.trace(0.9)), False),
+    "hyperparameters": (lambda inner: optax.inject_hyperparams(lambda lr: inner)(0.1), False),
+    "another skip": (lambda inner: optax.apply_if_finite(inner, 9), False),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # as optax's MultiSteps asks for
+@pytest.mark.parametrize("name", AROUND)
+def test_an_overflow_that_stays_around_skip_nonfinite_is_told(name, rng):
+    wrap, keeps = AROUND[name]
+    params, sgd, no_scale = {"w": normal(rng, 3)}, optax.sgd(0.1), jmpx.NoOpLossScale()
+    inside, outside = wrap(jmpx.skip_nonfinite(sgd)), jmpx.skip_nonfinite(wrap(sgd))
+    bad = [{"w": params["w"].at[1].set(jnp.inf if i == 0 else 1.0)} for i in range(4)]
+
+    states = inside.init(params), outside.init(params)
+    for step, grads in enumerate(bad):  # by `update` alone, without `optimizer_update`
+        updates, state = inside.update(grads, states[0], params)
+        states = state, jmpx.optimizer_update(params, outside, states[1], grads, step > 0)[1]
+        jmpx.inspect.check_progress({"params": bad[0], "opt_state": states[1]}, no_scale)
+        is_first = step == (1 if "Multi" in name or "sum" in name else 0)
+        if keeps and is_first:
+            with warns_once(__file__, "whose .*w'.* is no longer finite"):
+                jmpx.inspect.check_progress({"params": params, "opt_state": state}, no_scale)
+    assert bool(jnp.isfinite(updates["w"]).all())
+    assert int(states[1].total_skipped) == 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(states[1]))
+    assert keeps != all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+    with warns_once(__file__, "where one overflow stays: .*Multi") if keeps else nullcontext():
+        jmpx.optimizer_update(params, inside, inside.init(params), bad[1], True)
+    with warns_once(__file__, "[)]{2}[.]$" if keeps else "True[)][.]$"):
+        jmpx.optimizer_update(params, inside, inside.init(params), bad[0], False)

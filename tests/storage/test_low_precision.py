@@ -24,6 +24,7 @@ from helpers import (
     lenient,
     leniently,
     normal,
+    warns_once,
 )
 from hypothesis import example, given, settings, strategies as st
 from optax import contrib
@@ -202,6 +203,22 @@ def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
 
 
 # Around and inside of others
+
+
+def test_what_comes_after_it_in_a_chain_is_told(rng):
+    masters, clip = {"w": normal(rng, 3)}, optax.clip(1.0)
+    params = jmpx.optim.split_master(masters)[0]
+    low = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
+    after = optax.chain(low, optax.scale(0.5))
+
+    def step(optimizer):
+        jmpx.optimizer_update(params, optimizer, optimizer.init(masters), masters, True)
+
+    for optimizer in (low, optax.chain(clip, low), jmpx.skip_nonfinite(optax.chain(clip, low))):
+        step(optimizer)  # nothing is said
+    for optimizer in (after, jmpx.skip_nonfinite(after), optax.chain(clip, after)):
+        with warns_once(__file__, "transformations after jmpx.optim.low_precision_params"):
+            step(optimizer)
 
 
 def test_extra_arguments_are_handed_on(rng):

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import gc
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,14 +29,16 @@ from jmpx._adapters.scopes import (
     inherited_policy,
     pooled,
 )
-from jmpx._base.contexts import opened, refuse_other_tasks
+from jmpx._base.contexts import is_held, opened, refuse_other_tasks
 from jmpx._base.leaves import PyTree
+from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
-from jmpx._policies.maps import PolicyMapLike
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import running
 
 _NAME = "jmpx.flax.policies"
+_ended: set[PolicyMap] = set()  # the policy maps of contexts that have ended
 
 
 @contextlib.contextmanager
@@ -63,7 +68,8 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Warns:
         UserWarning: at the end, of each rule that matched no module; if `dtype` fields keep most
-            parameters from the map's compute dtype.
+            parameters from the map's compute dtype; if no Linen module ran, and there are modules
+            of NNX, which the context does not change.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, jmpx.flax
@@ -74,8 +80,9 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
     """
-    with pooled(policy_map, _NAME) as followed, applied(followed):
+    with pooled(policy_map, _NAME) as followed, applied(followed) as scope:
         yield
+    scope.warn_without_linen()
 
 
 def applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["LinenScope"]:
@@ -116,6 +123,23 @@ class LinenScope(PolicyScope):
         super().__init__(name, policy_map)
         self.calls: list[_Call] = []  # the innermost last
         self.casts = ParameterCasts()  # in the outermost of these calls
+        self.has_run = False  # whether a Linen module has, in this context or in one inside
+
+    def warn_without_linen(self) -> None:
+        """Warns once of a policy map under which no Linen module ran, if there are NNX modules.
+
+        In later contexts of the map, functions that are compiled already run no modules.
+        """
+        if self.policy_map is None or self.policy_map in _ended or is_held(self.pool):
+            return
+        _ended.add(self.policy_map)
+        if not self.has_run and not self.pool.seen and _has_nnx_modules():
+            warnings.warn(
+                f"No Linen module ran under {_NAME}({str(self.policy_map)!r}), which casts those "
+                "alone: give the map to jmpx.apply_policy, or as policy= to the gradient function, "
+                "which cast NNX models among the arguments.",
+                stacklevel=user_stacklevel("jax", "flax"),
+            )
 
     def intercept(
         self, module: nn.Module, method_name: str, method: Method, args: Args, kwargs: Kwargs
@@ -212,10 +236,18 @@ def _intercept(
     if module.scope is None or not scopes:
         return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
     refuse_other_tasks(f"run the Linen module {type(module).__name__}")
+    for scope in scopes:
+        scope.has_run = True
     return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
 
 
 _interception = functools.partial(nn.intercept_methods, _intercept)  # one hook, for all contexts
+
+
+def _has_nnx_modules() -> bool:
+    """Whether an NNX module exists; NNX tells nobody which of them run."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and any(nnx.Module in type(each).__mro__ for each in gc.get_objects())
 
 
 def _run_reading(
