@@ -14,6 +14,7 @@ import numpy as np
 
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._base.matmul import matmul_region
@@ -108,6 +109,7 @@ def apply_policy(
             f"Expected a function to run under a policy, got {func!r}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
+    check_runs_at_once(func)
     checked = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
 
     def transform(pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:

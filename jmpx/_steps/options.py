@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.casts import at_least_float32
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe, did_you_mean, user_stacklevel
@@ -71,6 +72,7 @@ class Options:
         _refuse_unknown(unknown)
         if not callable(func):
             raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
+        check_runs_at_once(func)
         check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale()")
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
         self.over = _option("over", over, Over, 'jmpx.Over("data")')
