@@ -64,7 +64,8 @@ def filter_value_and_grad(
             they do not fit the call, or are float64 while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale.
+        UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale;
+            when called, if parameters are stored in 16 bits, against the policy.
 
     Example:
         >>> import jax.numpy as jnp, jmpx
