@@ -14,6 +14,7 @@ import numpy as np
 
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._base.matmul import matmul_region
@@ -76,7 +77,8 @@ def apply_policy(
             with arguments.
         policy: anything that `get_policy_map` takes, or a `MixedPrecision`. None means `half`,
             whose dtype is looked up when the function is called.
-        uncast: the positions and names of arguments that are left as they are. With
+        uncast: the positions and names of arguments that are left as they are. With `by=modules`,
+            the outermost module gets them so, and modules inside of it cast as ever. With
             `by=operations`, matmuls cast them anyway.
 
     Returns:
@@ -108,6 +110,7 @@ def apply_policy(
             f"Expected a function to run under a policy, got {func!r}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
+    check_runs_at_once(func)
     checked = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
 
     def transform(pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
@@ -223,7 +226,9 @@ class Application(NamedTuple):
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
     ) -> Result:
         """Runs a function whose modules cast."""
-        from jmpx._adapters.scopes import pooled  # here, as what casts arguments needs no framework
+        # Here, as what casts arguments needs no framework.
+        from jmpx._adapters.boundaries import leaving_uncast
+        from jmpx._adapters.scopes import pooled
 
         adapters = list(imported_adapters())
         with contextlib.ExitStack() as stack:
@@ -237,7 +242,15 @@ class Application(NamedTuple):
             pure.invoke = lambda fn, *args, **kwargs: call_with_proxies(
                 views, fn, args, kwargs, self.uncast.exempt
             )
+            uncast = stack.enter_context(leaving_uncast(self.uncast.leaves(args, kwargs)))
             result = pure(state, *args, **kwargs)
+        if uncast.is_unknown and not uncast.came:
+            _warn(
+                f"{self.name} casts arguments of modules that jax.jit, jax.vmap or another "
+                "transformation inside of the function hands on, also those that uncast= names: "
+                f"put the transformation around {self.name}, or leave those out of uncast that no "
+                "module is called with, such as targets, as by=modules does not cast them."
+            )
         if not casts:
             self._warn_of_nothing("modules, as none ran that its framework reports")
         return result

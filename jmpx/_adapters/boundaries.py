@@ -1,7 +1,9 @@
 """Calls of modules whose floating arguments are cast, and whose results may be."""
 
+import contextlib
+import contextvars
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -12,7 +14,7 @@ from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
 from jmpx._jaxprs import core
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import in_loop, running
+from jmpx._policies.registry import in_loop, is_outermost, running
 
 T = TypeVar("T")
 
@@ -20,6 +22,41 @@ Cast: TypeAlias = Callable[[PyTree], PyTree]
 Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passes as it is
 
 core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
+
+
+class Uncast:
+    """Leaves of arguments that the outermost modules of a function get as they are."""
+
+    def __init__(self, leaves: Sequence[PyTree]) -> None:
+        self.leaves = leaves
+        self.trace = core.current_trace()
+        self.came = self.is_unknown = False
+
+    def passing(self, passes: Passes, args: Args, kwargs: Kwargs) -> Passes:
+        """Returns what passes in a call of an outermost module."""
+
+        def passes_these(node: object) -> bool:
+            return passes(node) or any(node is leaf for leaf in self.leaves)
+
+        nodes = jax.tree.leaves((args, kwargs), is_leaf=passes_these)
+        self.came |= any(node is leaf for node in nodes for leaf in self.leaves)
+        # The body of another trace gets tracers of its own.
+        self.is_unknown |= core.current_trace() != self.trace
+        return passes_these
+
+
+_kept = contextvars.ContextVar[Uncast | None]("_kept", default=None)
+
+
+@contextlib.contextmanager
+def leaving_uncast(leaves: Sequence[PyTree]) -> Iterator[Uncast]:
+    """Has the outermost modules of a function get these leaves as they are."""
+    uncast = Uncast(leaves)
+    token = _kept.set(uncast if leaves else None)
+    try:
+        yield uncast
+    finally:
+        _kept.reset(token)
 
 
 def run_cast(
@@ -44,18 +81,22 @@ def run_cast(
     any, each array of the result is at least as wide as the widest floating argument of its shape
     was, or of all if none has it. Elsewhere the result is as the method returns it.
 
+    In the outermost call, arguments that `leaving_uncast` keeps stay as they are.
+
     The new `carry` of a step comes back in the dtypes of the old one. Nodes that `passes` selects
     stay as they are. `by` is the function that has the call cast, as the user calls it.
     """
+    kept = _kept.get() if is_outermost() else None
+    inputs = passes if kept is None else kept.passing(passes, args, kwargs)
     is_kept = not is_boundary and (keeps or in_loop())
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=passes) if is_kept else []
-    came = [leaf for leaf in leaves if is_floating(leaf) and not passes(leaf)]
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=inputs) if is_kept else []
+    came = [leaf for leaf in leaves if is_floating(leaf) and not inputs(leaf)]
     size = np.dtype(policy.compute_dtype).itemsize
 
     def passes_narrow(node: PyTree) -> bool:
-        return passes(node) or (is_floating(node) and node.dtype.itemsize <= size)
+        return inputs(node) or (is_floating(node) and node.dtype.itemsize <= size)
 
-    args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else inputs)
     with running(policy, by):
         result = method(*args, **kwargs)
     if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.casts import cast_tree
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import matmul_region
@@ -85,6 +86,7 @@ def _recast(func: Callable[P, R], inside: DTypeLike, outside: DTypeLike | None) 
     """Casts the arguments of a function and its result; None means the widest of the arguments."""
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+    check_runs_at_once(func)
 
     def recast(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import NamedTuple, TypeAlias
 
-from jmpx._base.leaves import PyTree
+import jax
+
+from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.messages import describe
 
 Arguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
@@ -18,6 +20,7 @@ class UncastArguments(NamedTuple):
     given: tuple[int | str, ...]  # by the user, positions and names
     positional: tuple[str, ...] = ()  # the arguments that the function takes by position, in order
     named: tuple[str, ...] = ()  # all arguments of the function
+    has_state: bool = False  # whether the last one given is that of `state_argnum`
 
     @classmethod
     def of(
@@ -40,7 +43,15 @@ class UncastArguments(NamedTuple):
             parameters = ()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         positional = tuple(p.name for p in named if p.kind != p.KEYWORD_ONLY)
-        return cls(given, positional, tuple(p.name for p in named))
+        names = tuple(p.name for p in named)
+        return cls(given, positional, names, has_state=state_argnum is not None)
+
+    def leaves(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[PyTree]:
+        """Returns the floating leaves of these arguments in a call, but for model state."""
+        own = self._replace(given=self.given[:-1]) if self.has_state else self
+        found = {**dict(enumerate(args)), **kwargs}
+        trees = [found[place] for place in own._places(len(args), kwargs) if place in found]
+        return [leaf for leaf in jax.tree.leaves(trees) if is_floating(leaf)]
 
     def exempt(
         self,

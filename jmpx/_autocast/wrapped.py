@@ -17,6 +17,7 @@ from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import attention_explained, warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.made_once import made_once
@@ -297,6 +298,7 @@ def autocast(
             f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
             " or decorate the function with @jmpx.autocast(policy=...)."
         )
+    check_runs_at_once(fn)
     policy_map = get_policy_map(policy)
     saving = get_saving(save or policy_map.save)
     if output is not None and output != "traced":

@@ -14,6 +14,8 @@ To read, in this order:
 - `messages.py`, `text.py`: the place, the nearest word and the user's line; numbers and tables;
 - `moved.py`, `later.py`, `of_0_2.py`: names that moved, public names that their first use imports,
   and pickles of jmpx 0.2;
+- `exported.py`: classes of pytrees that `jax.export` serializes;
+- `delayed.py`: functions whose body runs after their call, which are refused;
 - `made_once.py`: a cache whose results all threads share.
 
 It imports JAX, NumPy and Python, and no other room.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 
 from jmpx._base.casts import cast_like
+from jmpx._base.delayed import refuse_delayed
 from jmpx._base.leaves import PyTree, can_replace
 from jmpx._base.nnx_objects import (
     Object,
@@ -166,7 +167,7 @@ class PureFunction:
         self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
     ) -> tuple[PyTree, Changes]:
         """Calls the function; returns its result, and what has changed in its objects."""
-        return self.invoke(self.fn, *args, **kwargs), Changes([], _Record())
+        return refuse_delayed(self.invoke(self.fn, *args, **kwargs)), Changes([], _Record())
 
 
 def call(
@@ -250,7 +251,7 @@ class _Split(PureFunction):
             for leaf, part in zip(self.leaves, given, strict=True)
         ]
         args, kwargs = self.treedef.unflatten(arguments)
-        result = self.invoke(fn, *args, **kwargs)
+        result = refuse_delayed(self.invoke(fn, *args, **kwargs))
         is_rebuilt = nnx().graphdef(tuple(copies)) != before
         return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state], is_rebuilt)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 import jax
 
 from jmpx._base.contexts import AUTOCAST, fact_set
+from jmpx._base.delayed import check_runs_at_once, refuse_delayed
 from jmpx._base.matmul import as_matmul, matmul_precision
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
@@ -71,11 +72,12 @@ def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = N
             f"Expected a function to wrap, got {func!r}: pass the callable itself, and the name of "
             "an algorithm as matmul=."
         )
+    check_runs_at_once(func)
 
     @functools.wraps(func, updated=())
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         with _full_precision(matmul):
-            return func(*args, **kwargs)
+            return refuse_delayed(func(*args, **kwargs))
 
     return wrapper
 

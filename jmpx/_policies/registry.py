@@ -308,6 +308,11 @@ def _enclosing_bodies() -> list[str | None]:
     return enclosing_bodies()
 
 
+def is_outermost() -> bool:
+    """Whether no method of a module runs that casts, so that one which begins is the outermost."""
+    return not _registry.running
+
+
 def in_loop() -> bool:
     """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import Array, is_array, is_floating
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.trees import Flag, as_flag
@@ -244,9 +245,10 @@ def _unflatten(
 
 
 def register_pytree(cls: type[DynamicLossScale]) -> None:
-    """Tells JAX which leaves a class of dynamic loss scales has."""
+    """Tells JAX which leaves a class of dynamic loss scales has, and how it is exported."""
     unflatten = functools.partial(_unflatten, cls)
     jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    serialized(cls, read=tuple)
 
 
 register_pytree(DynamicLossScale)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from jmpx._base.exported import serialized
 from jmpx._base.trees import Flag
 from jmpx._scales.arguments import LOWEST_SCALE, STATIC, check_number
 from jmpx._scales.dynamic import DynamicLossScale
@@ -110,6 +111,10 @@ class StaticLossScale(Scaling):
     def _numbers(self) -> dict[str, int | float]:
         return {"init": shortest(self.loss_scale)}
 
+
+# Such a node has no children, and its configuration is the loss scale.
+serialized(NoOpLossScale, lambda scale: None, lambda value: NoOpLossScale())
+serialized(StaticLossScale, lambda scale: float(scale.loss_scale), StaticLossScale)
 
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 

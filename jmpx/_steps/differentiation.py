@@ -43,6 +43,7 @@ def differentiate(
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()
+    options.check_stored(application.policy_map, stored, args[0])
     old_state = options.model_state.get(args)
     call = _Call(options, application, pure, merge, kwargs, options.over, options.scaling)
     checked, axes = None, ()

@@ -45,7 +45,8 @@ def filter_value_and_grad(
             parameter. With float32, 16-bit and 8-bit parameters get gradients that were not
             rounded.
         uncast: the position or the name of an argument that is not cast, or several, such as
-            targets that float16 cannot hold. Negative positions count from the end.
+            targets that float16 cannot hold. Negative positions count from the end. With
+            `by=modules`, the outermost module gets them so, and modules inside cast as ever.
         state_argnum: the position of model state whose new value `func` returns as its aux, or as
             the first element of an aux tuple. It is neither cast nor split.
         batch: a `jmpx.Batch`: micro-batches, or a batch that `jax.jit` splits over devices.
@@ -64,7 +65,8 @@ def filter_value_and_grad(
             they do not fit the call, or are float64 while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale.
+        UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale;
+            when called, if parameters are stored in 16 bits, against the policy.
 
     Example:
         >>> import jax.numpy as jnp, jmpx

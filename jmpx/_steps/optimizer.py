@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_none
 from jmpx._base.nnx_objects import holds_objects
 from jmpx._base.stateful import parameters_of
@@ -31,6 +32,7 @@ ModelT = TypeVar("ModelT")
 StateT = TypeVar("StateT")
 
 
+@serialized
 class SkipNonfiniteState(NamedTuple):
     """The state of `skip_nonfinite`, whose own arrays have the shape ()."""
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, TypeVar
 
 import jax
@@ -12,15 +12,17 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.casts import at_least_float32
+from jmpx._base.contexts import are_parameters_rounded
+from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.leaves import PyTree
+from jmpx._base.leaves import PyTree, is_floating, spell
 from jmpx._base.messages import describe, did_you_mean, user_stacklevel
 from jmpx._base.moved import GRADIENT_ARGUMENTS
 from jmpx._devices.shards import Over
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import MixedPrecisionLike
-from jmpx._steps.arrays import as_grad_dtype
+from jmpx._steps.arrays import as_grad_dtype, paths_of
 from jmpx._steps.batches import Batch, numbers_of, split_batch
 from jmpx._steps.checks import check_loss_scale
 from jmpx._steps.model_state import ModelState
@@ -71,6 +73,7 @@ class Options:
         _refuse_unknown(unknown)
         if not callable(func):
             raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
+        check_runs_at_once(func)
         check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale()")
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
         self.over = _option("over", over, Over, 'jmpx.Over("data")')
@@ -92,6 +95,33 @@ class Options:
             return application._replace(policy_map=None)
         _warn_of_no_scale(application.policy_map, self.scaling)
         return application
+
+    def check_stored(
+        self, policy_map: PolicyMap | None, params: Sequence[jax.Array], model: PyTree
+    ) -> None:
+        """Warns of narrow parameters, in which updates are lost, unless they are meant to be so.
+
+        A user who gives `grad_dtype`, as for `low_precision_params`, or that dtype as `params` in
+        the policy, knows of them. Another gradient function around may have rounded them.
+        """
+        if policy_map is None or self.grad_dtype is not None or are_parameters_rounded():
+            return
+        dtypes = policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)
+        wanted = [jnp.dtype(dtype) for dtype in dtypes if dtype is not None]
+        found = [is_floating(p) and p.dtype.itemsize < 4 and p.dtype not in wanted for p in params]
+        if not any(found):
+            return
+        narrow = sum(p.size for p, is_narrow in zip(params, found, strict=True) if is_narrow)
+        share = 100 * narrow / max(1, sum(p.size for p in params))
+        first = found.index(True)
+        _warn(
+            f"The gradient function differentiates parameters that are stored in less than 32 bits,"
+            f" {share:.3g} % of all, such as {spell(params[first])} at {paths_of(model)[first]}, "
+            f"where its policy says params={dtype_name(policy_map.default.param_dtype)}: small "
+            "updates of them round to nothing, so create them in float32, or keep their gradients "
+            "in float32 by grad_dtype=jnp.float32 for jmpx.optim.low_precision_params, or write "
+            f"params={dtype_name(params[first].dtype)} if this is intentional."
+        )
 
     def to_float32(self, array: jax.Array) -> jax.Array:
         """Returns a loss in float32, or as it is where nothing is cast."""

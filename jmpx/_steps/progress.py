@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
 from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import LossScale
@@ -22,6 +23,7 @@ from jmpx._steps.checks import (
 Leaf: TypeAlias = Any  # an array or a Python number
 
 
+@serialized
 class NonfiniteCounts(NamedTuple):
     """How many elements of an array are infinite (`inf`) and NaN: int32 arrays of shape ()."""
 

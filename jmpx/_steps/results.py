@@ -4,6 +4,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import jax
 
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree
 from jmpx._scales.kinds import LossScale
 
@@ -12,6 +13,7 @@ AuxT = TypeVar("AuxT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
 
 
+@serialized
 class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
     """The result of a function that `filter_value_and_grad` made; it unpacks as a tuple does.
 
@@ -41,6 +43,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
     grads: PyTree
 
 
+@serialized
 class Gradients(NamedTuple, Generic[ScalingT]):
     """The result of a function that `filter_grad` made: `ValueAndGradients` without a value."""
 
@@ -51,6 +54,7 @@ class Gradients(NamedTuple, Generic[ScalingT]):
     grads: PyTree
 
 
+@serialized
 class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
     """The result of a function that `filter_grad` made with `has_aux`: `Gradients`, and aux."""
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.casts import at_least_float32
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceable, spell
 from jmpx._base.messages import describe
 from jmpx._base.trees import Flag, as_flag, select_tree
@@ -16,6 +17,7 @@ LARGEST_COUNT = 2**31 - 1  # an int32
 _LARGEST_DECAY = 1 - 2.0**-24  # A smaller part of a number is lost in float32.
 
 
+@serialized
 class EmaState(NamedTuple):
     """The state of `jmpx.optim.ema`.
 

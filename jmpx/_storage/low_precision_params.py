@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, spell
 from jmpx._base.messages import describe, user_stacklevel
 from jmpx._storage.rounding import stochastic_round
@@ -20,6 +21,7 @@ Rounding: TypeAlias = Literal["stochastic", "split"]
 _STREAM = 0  # of keys; with_state_dtype has 1
 
 
+@serialized
 class LowPrecisionParamsState(NamedTuple):
     """The state of `low_precision_params`.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import depends
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _STREAM = 1  # of keys; low_precision_params has 0
 
 
+@serialized
 class StateDtypeState(NamedTuple):
     """The state of `with_state_dtype`.
 

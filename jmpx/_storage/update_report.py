@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
 
 _NAMED_LEAVES = 5  # in a printed report
@@ -16,6 +17,7 @@ _WORTH_A_REMEDY = 0.01  # of the entries
 _INF = 0x7F800000  # the bits of float32's infinity
 
 
+@serialized
 class LostUpdates(NamedTuple):
     """How many entries of a parameter change, and how many of these changes round to nothing.
 
@@ -71,6 +73,13 @@ class UpdateReport:
                 _remedy({dtypes[name] for name in shares if shares[name][0] >= _WORTH_A_REMEDY}),
             ]
         )
+
+
+def _as_configuration(value: list[list[list[str]]]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    return tuple(tuple(map(tuple, dtypes)) for dtypes in value)
+
+
+serialized(UpdateReport, read=_as_configuration)
 
 
 def update_report(params: PyTree, updates: PyTree) -> UpdateReport:

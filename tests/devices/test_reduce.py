@@ -236,6 +236,9 @@ def test_complex_gradients_keep_their_dtype(rng):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reduce", [None, "float16"])
+@pytest.mark.filterwarnings(  # on purpose
+    "ignore:The gradient function differentiates parameters that are stored in less:UserWarning"
+)
 def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     stored = ["float32", "bfloat16", "float16", "float64"]
     loss = lambda ws, x: sum((w * x.astype(w.dtype)).sum().astype(jnp.float32) for w in ws)  # noqa: E731

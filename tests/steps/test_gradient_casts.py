@@ -361,3 +361,89 @@ def test_which_policies_need_a_scale(rng):
         jmpx.filter_grad(mean_square, NO_SCALE, policy=policy)(*arguments)
     off = mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False, policy="c=f16")
     off(*arguments)
+
+
+# Parameters that are stored in 16 bits though the policy says params=float32
+
+
+def in_16_bits(framework, dtype=jnp.bfloat16):
+    """Returns a loss and its parameters, of which a kernel of 12 is stored in 16 bits."""
+    net = zoo.drawn(framework, lambda m, x: m.linear("only", 4)(x), 2, 3)
+    run, model = net.split()
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim == 2 else leaf, model)
+    return lambda model, x: jnp.sum(run(model, x)), model
+
+
+@pytest.mark.parametrize("way", ["arguments", "modules", "operations"])
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.filterwarnings("error")
+def test_parameters_in_16_bits_are_warned_of_unless_they_are_meant(framework, way):
+    loss, model = in_16_bits(framework)
+
+    def step(policy, loss=loss, model=model, **options):
+        grad_fn = jmpx.filter_grad(loss, NO_SCALE, policy=f"by={way},{policy}", **options)
+        jax.eval_shape(lambda x: grad_fn(model, x)[1:], X)
+
+    with warns_once(
+        __file__, r"32 bits, 75 % of all, such as bfloat16\[[34], [34]\] at .*says params=f"
+    ):
+        step("c=bf16,o=f32")
+    step("c=bf16,o=f32", grad_dtype=jnp.float32)
+    step("p=bf16,c=bf16,o=f32")
+    if way == "modules":
+        step("c=bf16,o=f32; */only: p=bf16")
+    if way == "arguments":  # a frozen base, which is closed over or another argument
+        step("c=bf16,o=f32", lambda scale, x: loss(model, x * scale), jnp.ones(()))
+        step("c=bf16,o=f32", lambda scale, x, m=model: loss(m, x * scale), jnp.ones(()))
+        apply = jmpx.apply_policy(loss, "c=bf16,o=f32")
+        jax.eval_shape(apply, model, X)
+
+
+# Arguments that modules are called with, and that are left uncast
+
+TIMES = np.float32([[998.39], [3.2]])
+
+
+NOTED: dict[str, Any] = {}
+
+
+def waves(m, x, times):
+    def inner(m, x, times):
+        NOTED["inner"] = times
+        return m.linear("only", 4)(x)
+
+    NOTED["outer"] = times
+    x = m.inner("inner", inner)(x, times)
+    NOTED["layer"] = m.linear("time", 4)(times)
+    return x + NOTED["layer"]
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["position", "keyword"])
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_outermost_module_gets_uncast_arguments_as_they_are(framework, by_name):
+    x = np.ones((2, 1), np.float32)
+    net = zoo.build(framework, waves, x, TIMES)
+    policy = net.words("by=modules,c=bf16; <Inner>: c=f16")
+    loss = lambda model, x, times: net.apply(model, x, times).astype(F32).sum()  # noqa: E731
+    args, named = ((x,), {"times": TIMES}) if by_name else ((x, TIMES), {})
+    for uncast in (), "times" if by_name else 2:
+        for function in (
+            jmpx.apply_policy(loss, policy, uncast=uncast),
+            jmpx.filter_grad(loss, SCALE, policy=policy, uncast=uncast),
+        ):
+            NOTED.clear()
+            function(net.model, *args, **named)
+            found = {name: array.dtype.name for name, array in NOTED.items()}
+            outer = "bfloat16" if uncast == () else "float32"
+            assert found == {"outer": outer, "inner": "float16", "layer": "bfloat16"}
+            np.testing.assert_array_equal(NOTED["outer"], TIMES.astype(NOTED["outer"].dtype))
+
+
+def test_uncast_arguments_that_a_transformation_hands_on_are_warned_of():
+    net = zoo.drawn("equinox", lambda m, x: m.linear("only", 1)(x), 1)
+    loss = lambda model, x: jax.vmap(net.apply, (None, 0))(model, x).sum()  # noqa: E731
+    run = jmpx.apply_policy(loss, "by=modules,c=bf16", uncast=1)
+    with warns_once(__file__, r"hands on, also those that uncast= names"):
+        run(net.model, np.ones((2, 1), np.float32))

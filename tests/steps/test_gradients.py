@@ -14,6 +14,10 @@ from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_param
 import jmpx
 import jmpx.mpx as mpx
 
+in_16_bits = pytest.mark.filterwarnings(  # on purpose
+    "ignore:The gradient function differentiates parameters that are stored in less:UserWarning"
+)
+
 NO_SCALE = jmpx.NoOpLossScale()
 
 # Values
@@ -91,6 +95,7 @@ ENLARGED = ("static below 1", "dynamic below 1", "of one's own")
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
+@in_16_bits
 def test_the_flag_is_that_of_the_gradients_as_they_are_returned(dtype):
     @jax.custom_vjp
     def loss_fn(params, slope):
@@ -129,6 +134,7 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
+@in_16_bits
 def test_float16_gradients_are_never_multiplied_or_divided_in_float16(dtype):
     # The loss itself neither multiplies nor divides, so each product is of the scaling.
     grad_fn = jmpx.filter_grad(lambda p: p["w"].sum(), jmpx.DynamicLossScale(), policy="c=f16")
@@ -156,6 +162,7 @@ jax.tree_util.register_pytree_node(
 
 
 @pytest.mark.thorough
+@in_16_bits
 def test_models_with_leaves_of_every_kind(rng):
     others = {"activation": jnp.tanh, "name": "model", "none": None, "rate": 0.5}
     keys = {"new key": jax.random.key(0), "old key": jax.random.PRNGKey(0)}

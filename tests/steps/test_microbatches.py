@@ -18,6 +18,10 @@ from jax.sharding import PartitionSpec as P
 import jmpx
 import jmpx.mpx as mpx
 
+in_16_bits = pytest.mark.filterwarnings(  # on purpose
+    "ignore:The gradient function differentiates parameters that are stored in less:UserWarning"
+)
+
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
 # Their options come from tables, whose types pyright does not follow.
@@ -206,6 +210,7 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
 @pytest.mark.parametrize(
     ("params", "options"), [(BF16, {"use_mixed_precision": False}), (F16, {"policy": "c=bf16"})]
 )
+@in_16_bits
 def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options, rng):
     """Sums in bfloat16 would stay at 256, whatever is added to it."""
     w, x = jnp.ones(3, params), np.ones((128, 3), np.float32)
@@ -217,6 +222,7 @@ def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options,
 
 
 @pytest.mark.thorough
+@in_16_bits
 def test_wide_and_complex_parameters_keep_their_dtype(rng):
     with enable_x64():
         params = {

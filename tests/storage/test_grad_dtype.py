@@ -16,6 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jmpx
 import jmpx.mpx as mpx
 
+in_16_bits = pytest.mark.filterwarnings(  # on purpose
+    "ignore:The gradient function differentiates parameters that are stored in less:UserWarning"
+)
+
 
 def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: Any) -> Any:
     scaling = jmpx.StaticLossScale(2.0**10) if scaling is None else scaling
@@ -42,6 +46,7 @@ def is_rounded(grads, dtype):
     ("dtype", "policy", "microbatches"),
     [("bfloat16", "c=bf16", 3), ("float16", "c=f32", 1), ("float8_e4m3fn", "c=f16", 3)],
 )
+@in_16_bits
 def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
     params, wide = stored(make_params(rng), dtype)
     scaling = jmpx.DynamicLossScale(2.0**10)
@@ -108,6 +113,7 @@ def test_means_over_groups_are_not_rounded(microbatches, rng):
     assert not is_rounded(grads, jnp.float16)
 
 
+@in_16_bits
 def test_tiny_gradients_do_not_underflow_when_they_are_unscaled(rng):
     """Those of float16 are below its range, once they are divided by the loss scale."""
     w = jnp.asarray(1 + rng.random(3), jnp.float16)
@@ -223,6 +229,7 @@ def test_no_warning_of_casts_where_nothing_was_rounded(rng):
     ("factor", "finite", "scale"),
     [(2.0**15, True, "Static"), (2.0**17, False, "Dynamic"), (2.0**17, False, "NoOp")],
 )
+@in_16_bits
 def test_what_overflows_in_the_last_cast_is_seen(factor, finite, scale):
     scaling = LOSS_SCALES[scale]()
     options = {"loss": lambda w: (factor * w).sum(), "policy": "f32", "scaling": scaling}
