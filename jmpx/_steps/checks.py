@@ -18,7 +18,7 @@ from jmpx._base.leaves import (
     is_view,
     spell,
 )
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
@@ -197,4 +197,4 @@ _holds_counts = functools.partial(_holds, is_one=_is_counting)
 
 def _warn(message: str) -> None:
     """Warns at the line that calls the function whose arguments are checked."""
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=user_stacklevel("jax"))
