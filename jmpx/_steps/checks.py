@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jmpx._base.leaves import (
     is_view,
     spell,
 )
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
@@ -135,13 +135,20 @@ def warn_of_kept_overflow(state: PyTree) -> None:
     """
     tuples = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, tuple))
     arrays = [each for node in filter(_holds_counts, tuples) for each in _seen_before_counts(node)]
-    name = next((name for name, array in arrays if not all_finite(array)), None)
+    name = next((name for name, array in arrays if not all(map(all_finite, parts(array)))), None)
     if name is not None:
         _warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, whose "
             f"{name} is no longer finite, so that no later step may be: {_OUTERMOST}, and start "
             "again from a finite state."
         )
+
+
+def parts(array: Array | complex) -> list[Any]:
+    """Returns an array, or of one over several processes each part that this process holds."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return [array]
+    return [shard.data for shard in array.addressable_shards]
 
 
 def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Array]]:
@@ -153,10 +160,10 @@ def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Arr
         return
     held = _holds_counts(node)
     is_part = (lambda part: part is not node) if held else None
-    parts = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_part)
+    inner = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_part)
     if type(node) is tuple and held:  # of an `optax.chain`, whose last ones see them afterwards
-        parts = parts[: 1 + max(i for i, (_, part) in enumerate(parts) if _holds_counts(part))]
-    for key, part in parts:
+        inner = inner[: 1 + max(i for i, (_, part) in enumerate(inner) if _holds_counts(part))]
+    for key, part in inner:
         name = path + jax.tree_util.keystr(key)
         if held:
             yield from _seen_before_counts(part, name)
@@ -197,4 +204,4 @@ _holds_counts = functools.partial(_holds, is_one=_is_counting)
 
 def _warn(message: str) -> None:
     """Warns at the line that calls the function whose arguments are checked."""
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=user_stacklevel("jax"))

@@ -17,6 +17,7 @@ from jmpx._steps.checks import (
     MAX_CONSECUTIVE_SKIPS,
     check_loss_scale,
     check_whole,
+    parts,
     warn_of_kept_overflow,
 )
 
@@ -130,7 +131,7 @@ def check_progress(
             f"{type(opt_state).__name__} without one: wrap the optimizer, as "
             "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
         )
-    count = max(int(np.asarray(part).max()) for count in counts for part in _parts(count))
+    count = max(int(np.asarray(part).max()) for count in counts for part in parts(count))
     if count:
         warn_of_kept_overflow(opt_state)
     if count > limit:
@@ -158,16 +159,9 @@ def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
     return [count for count in counts if is_array(count) or isinstance(count, int)]
 
 
-def _parts(array: Leaf) -> list[Leaf]:
-    """Returns an array, or of one over several processes each part that this process holds."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable:
-        return [array]
-    return [shard.data for shard in array.addressable_shards]
-
-
 def _named(grads: PyTree) -> str:
     """Returns what a message says of gradients: the first three that are not finite here."""
     leaves = _inexact_leaves(grads).items()
-    bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, _parts(leaf)))]
+    bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, parts(leaf)))]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return f", and infinities or NaN in {', '.join(bad[:3])}{more}" if bad else ""

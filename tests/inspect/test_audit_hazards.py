@@ -355,6 +355,21 @@ def test_a_while_loop_is_found():
     assert finding.severity == "high" and "unknown" in finding.message
 
 
+@pytest.mark.parametrize(
+    "decay, trips, severities",
+    [(0.999, MANY, ["high"]), (0.999, 100, ["medium"]), (0.96, MANY, ["medium"]), (0.5, MANY, [])],
+)
+def test_a_moving_average_in_a_loop_is_a_sum_of_as_many_terms_as_it_keeps(decay, trips, severities):
+    def fn(x):
+        def body(mean, row):
+            return mean * decay + row * (1 - decay), None
+
+        return lax.scan(body, jnp.zeros_like(x[0]), x)[0]
+
+    found = hazards(fn, shape(trips, 2, dtype=BF16))
+    assert [(each.name, each.severity) for each in found] == [("low-carry", s) for s in severities]
+
+
 def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time():
     def loss(w, x, cast_in_cell):
         w = w if cast_in_cell else w.astype(BF16)

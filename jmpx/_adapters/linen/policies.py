@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import gc
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -68,8 +66,8 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Warns:
         UserWarning: at the end, of each rule that matched no module; if `dtype` fields keep most
-            parameters from the map's compute dtype; if no Linen module ran, and there are modules
-            of NNX, which the context does not change.
+            parameters from the map's compute dtype; if no Linen module ran in the first context of
+            a map, as with a model of NNX, which it does not change.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, jmpx.flax
@@ -126,14 +124,14 @@ class LinenScope(PolicyScope):
         self.has_run = False  # whether a Linen module has, in this context or in one inside
 
     def warn_without_linen(self) -> None:
-        """Warns once of a policy map under which no Linen module ran, if there are NNX modules.
+        """Warns if no Linen module ran in the first context of a policy map.
 
-        In later contexts of the map, functions that are compiled already run no modules.
+        In later ones, functions that are compiled already run no modules.
         """
         if self.policy_map is None or self.policy_map in _ended or is_held(self.pool):
             return
         _ended.add(self.policy_map)
-        if not self.has_run and not self.pool.seen and _has_nnx_modules():
+        if not self.has_run and not self.pool.seen:
             warnings.warn(
                 f"No Linen module ran under {_NAME}({str(self.policy_map)!r}), which casts those "
                 "alone: give the map to jmpx.apply_policy, or as policy= to the gradient function, "
@@ -235,19 +233,13 @@ def _intercept(
     module, scopes = context.module, opened(LinenScope)
     if module.scope is None or not scopes:
         return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
-    refuse_other_tasks(f"run the Linen module {type(module).__name__}")
     for scope in scopes:
         scope.has_run = True
+    refuse_other_tasks(f"run the Linen module {type(module).__name__}")
     return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
 
 
 _interception = functools.partial(nn.intercept_methods, _intercept)  # one hook, for all contexts
-
-
-def _has_nnx_modules() -> bool:
-    """Whether an NNX module exists; NNX tells nobody which of them run."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and any(nnx.Module in type(each).__mro__ for each in gc.get_objects())
 
 
 def _run_reading(

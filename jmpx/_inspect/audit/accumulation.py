@@ -1,5 +1,6 @@
 """Findings: sums that a loop keeps in 16 bits while it goes on."""
 
+import math
 from collections.abc import Iterator
 
 from jmpx._inspect.audit.remedies import Remedies
@@ -15,21 +16,22 @@ def search(step: Step) -> Iterator[Found]:
     """Yields `low-carry`; a loop of one trip adds only once."""
     for carry in step.graph.nodes:
         if carry.is_carry and is_low(carry.results[0]) and _trips(carry) not in (0, 1):
-            addition = _addition(carry)
+            addition, decay = _addition(carry)
             if addition is not None:
-                yield from _found(step, carry, addition)
+                yield from _found(step, carry, addition, decay)
 
 
 def _trips(carry: Node) -> int | None:
     return carry.eqn.params.get("length")
 
 
-def _found(step: Step, carry: Node, addition: Node) -> Iterator[Found]:
+def _found(step: Step, carry: Node, addition: Node, decay: float) -> Iterator[Found]:
     total, count = carry.results[0], _trips(carry)
     limit = largest_count(total.dtype)
-    severity = "high" if count is None or count > limit else "medium"
-    if count is not None and count <= limit // 16:
-        severity = "low"
+    many = min(math.inf if count is None else count, math.inf if decay == 1 else 1 / (1 - decay))
+    severity = "high" if many > limit else "medium" if many > limit // 16 else "low"
+    if severity == "low" and decay < 1:  # as the state of a recurrent layer, which forgets
+        return
     node, what = addition, f"The loop sums in a carry in {total.dtype.name}"
     advice = "start the carry in float32, as jnp.zeros(shape, jnp.float32), and add in float32"
     if addition.is_backward:
@@ -38,43 +40,51 @@ def _found(step: Step, carry: Node, addition: Node) -> Iterator[Found]:
         node = carry  # JAX's versions give the addition itself different lines.
         what = f"The gradient of a value that the loop closes over is summed in {total.dtype.name}"
         advice = "cast the value to 16 bits inside of the loop, so that the sum is in float32"
-    many = "an unknown number of" if count is None else f"{count:,}"
-    text = f"{what} over {many} trips: a term below 1/{limit} of the sum so far may be lost."
+    trips = "an unknown number of" if count is None else f"{count:,}"
+    text = f"{what} over {trips} trips: a term below 1/{limit} of the sum so far may be lost."
     nbytes = total.nbytes * (count or 1)
     yield step.found(_CARRY, severity, node, text, advice, count=1, nbytes=nbytes)
 
 
-def _addition(carry: Node) -> Node | None:
-    """Returns the addition that makes a carry out of what it was; None if it is no plain sum."""
+def _addition(carry: Node) -> tuple[Node | None, float]:
+    """Returns the addition that makes a carry out of what it was; None if it is no plain sum.
+
+    With it, the number by which the carry is multiplied in each trip, as a moving average is.
+    """
     old, new = carry.results[0], carry.operands[-1]
-    pending: list[tuple[Value, Node | None, list[Value]]] = [(new, None, [])]
+    pending: list[tuple[Value, Node | None, list[Value], float]] = [(new, None, [], 1.0)]
     seen = {id(new)}
     while pending:
-        value, addition, addends = pending.pop()
+        value, addition, addends, decay = pending.pop()
         if value is old:
             if addition is not None and not _depends(addends, old):
-                return addition
+                return addition, decay
             continue
-        for held, *added in _held(value.node):
+        for held, factor, *added in _held(value.node):
             if held is old or id(held) not in seen:
                 seen.add(id(held))
-                pending.append((held, value.node if added else addition, [*addends, *added]))
-    return None
+                node = value.node if added else addition
+                pending.append((held, node, [*addends, *added], decay * factor))
+    return None, 1.0
 
 
-def _held(node: Node | None) -> list[tuple[Value, ...]]:
-    """Returns the operands that may be the sum so far, each with what the node adds to it."""
+def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
+    """Returns the operands that may be the sum so far, their factors, and what is added to them."""
     if node is None:
         return []
     if is_view(node):
-        return [(node.operands[0],)]
+        return [(node.operands[0], 1.0)]
     if node.name in ("select_n", "join"):
-        return [(value,) for value in node.operands]
-    if node.name not in ("add", "add_any", "sub"):
+        return [(value, 1.0) for value in node.operands]
+    if node.name not in ("add", "add_any", "sub", "mul"):
         return []
     left, right = node.operands
     both = [(left, right), (right, left)]
-    return [each for each in both[: 1 + (node.name != "sub")] if not _is_of_own_part(each[1])]
+    if node.name == "mul":
+        factors = ((value, number(other)) for value, other in both)
+        return [(value, by) for value, by in factors if by is not None and 0 < by <= 1]
+    both = both[: 1 + (node.name != "sub")]
+    return [(value, 1.0, other) for value, other in both if not _is_of_own_part(other)]
 
 
 def _is_of_own_part(addend: Value) -> bool:
