@@ -8,6 +8,7 @@ framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py
 - `scopes.py`: which policy a module has, and the warnings of rules without effect,
 - `boundaries.py`: a call whose arguments and result are cast,
 - `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
+- `set_parameters.py`: the refusal of a function that sets a parameter which is cast,
 - `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
   parameter.
 

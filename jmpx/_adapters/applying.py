@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._adapters.set_parameters import refuse_set
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.delayed import check_runs_at_once
@@ -86,7 +87,8 @@ def apply_policy(
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a string does not follow the grammar, or a call lacks an `uncast` argument.
+        ValueError: if a string does not follow the grammar, a call lacks an `uncast` argument, or
+            `func` sets a parameter of NNX that is cast.
 
     Warns:
         UserWarning: if a rule has no effect; when called, if there is nothing to cast, if something
@@ -207,6 +209,7 @@ class Application(NamedTuple):
             for adapter in imported_adapters():
                 stack.enter_context(adapter.noted_casts())
             result, updates = pure(state, *inputs, **keywords)
+            updates = refuse_set(pure, state, inputs, keywords, updates)
         if casts:
             way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
             _warn(

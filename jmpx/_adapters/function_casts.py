@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._adapters.set_parameters import refuse_set
 from jmpx._base.casts import cast_tree
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype
@@ -96,6 +97,7 @@ def _recast(func: Callable[P, R], inside: DTypeLike, outside: DTypeLike | None) 
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
         with scope, matmul_region(None, inside):
             result, updates = pure(state, *args, **kwargs)
+            updates = refuse_set(pure, state, args, kwargs, updates)
         return result if return_dtype is None else cast_tree(result, return_dtype), updates
 
     @functools.wraps(func, updated=())  # A module's __dict__ would be its parameters.

@@ -72,6 +72,18 @@ def cast_like(new: T, old: PyTree) -> T:
     return cast_tree(new, old.dtype) if is_floating(old) else new
 
 
+def holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Whether every number of a floating dtype is one of another; other dtypes hold their own."""
+    if wide == narrow or not all(jnp.issubdtype(each, jnp.floating) for each in (wide, narrow)):
+        return wide == narrow
+    new, old = jnp.finfo(wide), jnp.finfo(narrow)
+    return (
+        new.nmant >= old.nmant
+        and float(new.max) >= float(old.max)
+        and float(new.smallest_subnormal) <= float(old.smallest_subnormal)
+    )
+
+
 def cast_except(cast: Callable[[PyTree], PyTree], tree: T, passes: Callable[[object], bool]) -> T:
     """Casts a pytree except for the nodes that pass as they are."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)

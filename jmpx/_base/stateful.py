@@ -8,7 +8,7 @@ out of the transformation as a pytree, `Changes`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -113,9 +113,31 @@ class Changes:
         """
         record = self.record
         leaves = record.leaves if state is None else [*[None] * record.num_params, *state]
-        new = (origin for origin in record.origins if origin.leaf is _ARRAY)
-        places = [o.place if with_random or not o.is_random else None for o in new]
+        places = [o.place if with_random or not o.is_random else None for o in self._new_origins()]
         return Changes([None if p is None else leaves[p] for p in places], record)
+
+    def new_parameters(self) -> dict[int, int]:
+        """Returns the places of the parameters that arrays replace, by the arrays' indices."""
+        num = self.record.num_params
+        places = enumerate(origin.place for origin in self._new_origins())
+        return {index: p for index, p in places if p is not None and p < num}
+
+    def without(self, places: Collection[int]) -> "Changes":
+        """Returns the changes without the arrays that replace the leaves at some places."""
+        pairs = zip(self.arrays, self._new_origins(), strict=True)
+        arrays = [array for array, origin in pairs if origin.place not in places]
+
+        def before(origin: _Origin) -> _Origin:
+            place = origin.place
+            if origin.leaf is not _ARRAY or place is None or place not in places:
+                return origin
+            return origin._replace(is_old=True, leaf=self.record.leaves[place])
+
+        origins = list(map(before, self.record.origins))
+        return Changes(arrays, dataclasses.replace(self.record, origins=origins))
+
+    def _new_origins(self) -> list[_Origin]:
+        return [origin for origin in self.record.origins if origin.leaf is _ARRAY]
 
     def advance(self, state: Sequence[Leaf]) -> list[Leaf]:
         """Returns the state with the new arrays in it, for a next call.
@@ -168,6 +190,10 @@ class PureFunction:
     ) -> tuple[PyTree, Changes]:
         """Calls the function; returns its result, and what has changed in its objects."""
         return refuse_delayed(self.invoke(self.fn, *args, **kwargs)), Changes([], _Record())
+
+    def given(self, state: Sequence[Leaf], args: Arguments, kwargs: Keywords) -> list[Leaf]:
+        """Returns the leaves of the objects, by their places, as a call gets them."""
+        return []
 
 
 def call(
@@ -236,7 +262,7 @@ class _Split(PureFunction):
         self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
     ) -> tuple[PyTree, Changes]:
         given = self.treedef.flatten_up_to((args, kwargs))
-        exposed = [part for part, leaf in zip(given, self.leaves, strict=True) if is_object(leaf)]
+        exposed = self._exposed(args, kwargs)
         rests, params = self.state_def.unflatten(state), iter(exposed)
         with nnx().merge_context(_CONTEXT, inner=True) as context:
             states = ((None if p.params is None else next(params)) for p in self.splits)
@@ -253,7 +279,16 @@ class _Split(PureFunction):
         args, kwargs = self.treedef.unflatten(arguments)
         result = refuse_delayed(self.invoke(fn, *args, **kwargs))
         is_rebuilt = nnx().graphdef(tuple(copies)) != before
-        return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state], is_rebuilt)
+        known = [*jax.tree.leaves(exposed), *state]
+        return self._split_again(copies, result, known, is_rebuilt)
+
+    def given(self, state: Sequence[Leaf], args: Arguments, kwargs: Keywords) -> list[Leaf]:
+        return [*jax.tree.leaves(self._exposed(args, kwargs)), *state]
+
+    def _exposed(self, args: Arguments, kwargs: Keywords) -> list[PyTree]:
+        """Returns the parameters of the objects among the arguments."""
+        given = self.treedef.flatten_up_to((args, kwargs))
+        return [part for part, leaf in zip(given, self.leaves, strict=True) if is_object(leaf)]
 
     def _split_again(
         self, copies: list[Object], result: PyTree, known: list[Leaf], is_rebuilt: bool

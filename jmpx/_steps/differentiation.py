@@ -19,6 +19,7 @@ from jmpx._devices.layer_means import with_layer_means
 from jmpx._devices.reduction import unscaled_mean
 from jmpx._devices.shards import Over, Parameters, read_mask
 from jmpx._jaxprs.core import Jaxpr, evaluate
+from jmpx._jaxprs.passed_on import without_passed_on
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
 from jmpx._steps.batches import GROUPS, MICROBATCHES, positions_of
@@ -169,6 +170,9 @@ class _Call(NamedTuple):
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             inputs = (self.merge(params), *args[1:])
             result, updates = application.run(self.pure, state, inputs, self.kwargs)
+            if options.batch.microbatches > 1 or options.batch.sharding is not None:
+                given = self.pure, state, inputs, self.kwargs, updates
+                updates = without_passed_on(application.run, *given)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
             if options.batch.microbatches > 1:

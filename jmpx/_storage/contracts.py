@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.casts import holds
 from jmpx._base.leaves import NUMBERS, PyTree, is_array, is_floating, is_traceable
 from jmpx._base.messages import describe
 from jmpx._scales.kinds import LossScale
@@ -198,11 +199,6 @@ def _change(was: str, got: str) -> str | None:
 def _can_hold(new: np.dtype, old: np.dtype) -> bool:
     """Whether every value of the dtype `old` is one of `new`."""
     if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
-        narrow, wide = jnp.finfo(old), jnp.finfo(new)
-        return (
-            wide.nmant >= narrow.nmant
-            and float(wide.max) >= float(narrow.max)
-            and float(wide.smallest_subnormal) <= float(narrow.smallest_subnormal)
-        )
+        return holds(new, old)
     # To NumPy, bytes, text and objects can hold anything.
     return is_traceable(np.empty(0, new)) and np.can_cast(old, new)
