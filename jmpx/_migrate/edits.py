@@ -102,14 +102,20 @@ def _with_import(tree: cst.Module) -> cst.Module:
                 if alias.asname is None and _first(alias.name) == "jmpx":
                     return tree
     new: Any = cst.parse_statement("import jmpx\n")
-    rest = body[end:]
+    rest, header = body[end:], [*tree.header]
     if rest and end and not rest[0].leading_lines:
         rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    return tree.with_changes(body=[*body[:end], new, *rest])
+    while not end and header and header[-1].comment and COMMENT in f"{header[-1].comment.value} ":
+        above = [header.pop(), *rest[0].leading_lines]  # a comment of the first statement
+        rest[0] = rest[0].with_changes(leading_lines=above)
+    return tree.with_changes(header=header, body=[*body[:end], new, *rest])
 
 
 def _is_import(node: cst.CSTNode) -> bool:
-    return m.matches(node, m.SimpleStatementLine([m.Import() | m.ImportFrom()]))
+    """Whether a statement has only imports, or one of `__future__`, which comes first."""
+    imports = m.Import() | m.ImportFrom()
+    first = m.SimpleStatementLine([m.ImportFrom(m.Name("__future__")), m.ZeroOrMore()])
+    return m.matches(node, m.SimpleStatementLine([imports, m.ZeroOrMore(imports)]) | first)
 
 
 def _first(node: cst.CSTNode) -> str:
