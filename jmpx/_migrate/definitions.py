@@ -1,11 +1,9 @@
 """Which uses of a variable each of its definitions reaches."""
 
-import collections
-from collections.abc import Iterable
+from typing import Any
 
 import libcst as cst
-import libcst.matchers as m
-from libcst.metadata import FunctionScope, GlobalScope, ParentNodeProvider, Scope
+from libcst.metadata import FunctionScope, GlobalScope, Scope
 
 from jmpx._migrate.names import Names
 
@@ -17,15 +15,9 @@ _REPEATS = (cst.For, cst.While, cst.Try, cst.TryStar)  # a part may run after an
 class Definitions(Names):
     """Knows the uses of a definition such as `grad_fn = ...`, if each of them is certain."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, list[cst.Name]]) -> None:
         super().__init__()
-        self._names: dict[str, list[cst.Name]] = collections.defaultdict(list)
-
-    def visit_Module(self, node: cst.Module) -> None:
-        """Finds all names of a module."""
-        for each in m.findall(node, m.Name()):
-            if isinstance(each, cst.Name) and not self.is_word(each):
-                self._names[each.value].append(each)
+        self._names = names
 
     def uses_of(self, name: str, scope: Scope) -> dict[cst.Assign, list[cst.Name]]:
         """Returns the uses of each definition of a name; empty if one of them is not certain.
@@ -33,14 +25,13 @@ class Definitions(Names):
         Certain is a use behind a definition in the same block or in one around it, with no other
         definition that may run in between. A function inside may use a name with one definition.
         """
-        found: dict[cst.Assign, list[cst.Name]] = {}
-        names = [each for each in self._names[name] if self._binds(each, scope)]
+        names = [each for each in self._names.get(name, ()) if self._binds(each, scope)]
         targets: dict[cst.Name, cst.Assign] = {}
         for each in names:
             assign = self._assign(each)
             if assign is not None:
                 targets[each] = assign
-        found = {assign: [] for assign in targets.values()}
+        found: dict[cst.Assign, list[cst.Name]] = {assign: [] for assign in targets.values()}
         known = isinstance(scope, FunctionScope | GlobalScope) and len(targets) == len(
             {*scope[name]}
         )
@@ -74,10 +65,10 @@ class Definitions(Names):
 
     def _before(self, use: cst.CSTNode, around: _Assigns) -> cst.Assign | None:
         """Returns the definition that reaches a use for certain."""
-        node = use
+        node: Any = use
         for parent in self.above(use):
             if isinstance(parent, _BLOCKS):
-                earlier: Iterable[cst.CSTNode] = parent.body[: [*parent.body].index(node)]
+                earlier = parent.body[: [*parent.body].index(node)]
                 near = [each for each in earlier if each in around]
                 if near:
                     return self._direct(near[-1])
@@ -97,4 +88,4 @@ class Definitions(Names):
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """Returns the node around a node."""
-        return self.get_metadata(ParentNodeProvider, node)
+        return next(self.above(node))

@@ -63,8 +63,10 @@ def migrate_source(text: str) -> Migrated:
     end = "\r" if "\r" in text and "\n" not in text else "\n"  # libcst drops some of these
     text = text.removeprefix(mark).replace(end, "\n")
     ast.parse(text)  # libcst, which is not in Python, crashes where this raises RecursionError
-    _, edits = _rewritten(text)
-    text, edits = _rewritten(_with_comments(text, edits.marks))
+    new, edits = _rewritten(text)
+    if edits.marks:
+        new, edits = _rewritten(_with_comments(text, edits.marks))
+    text = new
     lines = ((line, each.strip()) for line, each in enumerate(_lines(text), 1))
     marks = ((line, each.removeprefix(COMMENT)) for line, each in lines if each.startswith(COMMENT))
     return Migrated(mark + text.replace("\n", end), edits.count, tuple(marks))
@@ -102,14 +104,20 @@ def _with_import(tree: cst.Module) -> cst.Module:
                 if alias.asname is None and _first(alias.name) == "jmpx":
                     return tree
     new: Any = cst.parse_statement("import jmpx\n")
-    rest = body[end:]
+    rest, header = body[end:], [*tree.header]
     if rest and end and not rest[0].leading_lines:
         rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    return tree.with_changes(body=[*body[:end], new, *rest])
+    while not end and header and header[-1].comment and COMMENT in f"{header[-1].comment.value} ":
+        above = [header.pop(), *rest[0].leading_lines]  # a comment of the first statement
+        rest[0] = rest[0].with_changes(leading_lines=above)
+    return tree.with_changes(header=header, body=[*body[:end], new, *rest])
 
 
 def _is_import(node: cst.CSTNode) -> bool:
-    return m.matches(node, m.SimpleStatementLine([m.Import() | m.ImportFrom()]))
+    """Whether a statement has only imports, or one of `__future__`, which comes first."""
+    imports = m.Import() | m.ImportFrom()
+    first = m.SimpleStatementLine([m.ImportFrom(m.Name("__future__")), m.ZeroOrMore()])
+    return m.matches(node, m.SimpleStatementLine([imports, m.ZeroOrMore(imports)]) | first)
 
 
 def _first(node: cst.CSTNode) -> str:
@@ -141,7 +149,7 @@ class _Edits(Definitions):
     """Makes the edits that are certain, and collects marks: lines, and what to write there."""
 
     def __init__(self, facts: Facts) -> None:
-        super().__init__()
+        super().__init__(facts.names)
         self.count = 0
         self.marks: list[tuple[int, str]] = []
         self.needs_jmpx = False
@@ -199,6 +207,7 @@ class _Edits(Definitions):
                 self.mark(original_node, "import the names that are used from jmpx, instead of *")
             return updated_node
         moved: dict[str, list[cst.ImportAlias]] = {}
+        before = self.count
         for alias in updated_node.names:
             place, new = self._new_alias(module, alias, original_node)
             moved.setdefault(place, []).append(new)
@@ -210,15 +219,14 @@ class _Edits(Definitions):
         parent = self.parent(original_node)
         if _comments([original_node]) and not isinstance(parent, cst.SimpleStatementLine):
             self.mark(original_node, f"import these names from {' and '.join(moved)}")
+            self.count = before
             return updated_node
         plain = [
-            cst.ImportFrom(
-                cst.ensure_type(cst.parse_expression(place), cst.Name | cst.Attribute),
-                [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in names],
-            )
-            for place, names in moved.items()
+            [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in names]
+            for names in moved.values()
         ]
-        return cst.FlattenSentinel(plain)
+        modules: list[Any] = [cst.parse_expression(place) for place in moved]
+        return cst.FlattenSentinel(map(cst.ImportFrom, modules, plain))
 
     def _new_alias(
         self, module: str, alias: cst.ImportAlias, node: cst.ImportFrom
@@ -287,7 +295,7 @@ class _Edits(Definitions):
         if old != _CLASS or isinstance(parent, cst.Call) and parent.func is node:
             return
         if isinstance(parent, cst.Arg):
-            call = cst.ensure_type(self.parent(parent), cst.Call | cst.ClassDef)
+            call = self.parent(parent)
             if isinstance(call, cst.Call) and m.matches(call.func, m.Name("isinstance")):
                 return
         if not any(isinstance(each, cst.Annotation) for each in self.above(node)):
@@ -528,16 +536,14 @@ class _Edits(Definitions):
 
     def visit_Module(self, node: cst.Module) -> None:
         """Finds the calls of which each use is unpacked into four, at once or by a name."""
-        super().visit_Module(node)
         if not self._facts.scales:
             return
         definitions: set[tuple[str, Scope]] = set()
-        for each in m.findall(node, m.Assign()):
-            assign = cst.ensure_type(each, cst.Assign)
+        for assign in self._facts.assigns:
             target, scope = assign.targets[0].target, self.scope(assign)
             if isinstance(target, cst.Name) and scope and self._is_scaled(assign.value):
                 definitions.add((target.value, scope))
-            elif self._swaps(assign) and self._is_scaled(call := _function(assign.value)):
+            elif self._is_scaled(call := _function(assign.value)) and call and self._swaps(assign):
                 self._scaled.add(call)
                 self._swapped.add(assign)
         for name, scope in definitions:
@@ -572,7 +578,7 @@ class _Edits(Definitions):
             if m.findall(each.value, m.Call() | m.NamedExpr() | m.StarredElement()):
                 return False
         scale, finite, value, grads = bound
-        if not any(map(self.is_use, self._names["_"])):
+        if not any(map(self.is_use, self._names.get("_", ()))):
             value = value - {"_"}  # which is read nowhere
         both = value & (scale | finite)
         return not (both or read & (scale | finite | value | grads))

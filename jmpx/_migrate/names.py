@@ -1,12 +1,12 @@
 """To which imports the names of a module are bound."""
 
 import ast
+import collections
 import dataclasses
 import warnings
 from collections.abc import Iterator
 
 import libcst as cst
-import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import (
     ExpressionContext,
@@ -26,7 +26,7 @@ from jmpx._migrate import moves
 DYNAMIC_SCALE = "flax.training.dynamic_scale"
 
 
-class Names(m.MatcherDecoratableTransformer):
+class Names(cst.CSTTransformer):
     """Knows to which import a name is bound."""
 
     METADATA_DEPENDENCIES = (
@@ -103,6 +103,8 @@ class Facts:
         scales: whether Flax's DynamicScale is imported, and each use of it is known.
         uncertain: whether Flax's DynamicScale is imported, and some use of it is not known.
         strings: the names within strings that are Python, such as annotations.
+        names: all names that are not words of attributes, arguments or imports, by their text.
+        assigns: all assignments.
     """
 
     foreign: dict[str, list[str]]
@@ -112,6 +114,8 @@ class Facts:
     scales: bool
     uncertain: bool
     strings: frozenset[str]
+    names: dict[str, list[cst.Name]]
+    assigns: list[cst.Assign]
 
 
 class Uses(Names):
@@ -125,6 +129,8 @@ class Uses(Names):
         self._names: dict[str, set[str]] = {"jmp": set(), "mpx": set()}
         self._odd = self._taken = self._flax = self._scales = self._unsure = False
         self._strings: set[str] = set()
+        self._all: dict[str, list[cst.Name]] = collections.defaultdict(list)
+        self._assigns: list[cst.Assign] = []
 
     def facts(self) -> Facts:
         """Returns what was found."""
@@ -140,8 +146,17 @@ class Uses(Names):
         renames = not (self._odd or self._taken or "jmp" in self._strings)
         uncertain = self._scales and (self._unsure or self._taken)
         scales = self._scales and not uncertain
-        strings = frozenset(self._strings)
-        return Facts(foreign, renames, self._taken, self._flax, scales, uncertain, strings)
+        return Facts(
+            foreign,
+            renames,
+            self._taken,
+            self._flax,
+            scales,
+            uncertain,
+            frozenset(self._strings),
+            self._all,
+            self._assigns,
+        )
 
     def _use(self, name: str | None) -> None:
         package, _, word = (name or "").partition(".")
@@ -195,7 +210,10 @@ class Uses(Names):
 
     def visit_Name(self, node: cst.Name) -> None:
         """Looks at each `jmp` that is not an import of it, and each `jmpx` that is not one."""
-        if self.is_word(node) or node.value not in ("jmp", "jmpx"):
+        if self.is_word(node):
+            return
+        self._all[node.value].append(node)
+        if node.value not in ("jmp", "jmpx"):
             return
         plain = self.is_use(node) and self.imported(node) == node.value
         if node.value == "jmpx":
@@ -203,6 +221,10 @@ class Uses(Names):
         elif not plain and not isinstance(self.get_metadata(ParentNodeProvider, node), cst.Param):
             bound = [each.scope for each in self.bindings(node, "jmp")]
             self._odd |= not bound or any(isinstance(each, GlobalScope) for each in bound)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        """Collects assignments."""
+        self._assigns.append(node)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         """Looks at the names within a string."""
