@@ -36,11 +36,11 @@ class Saving(NamedTuple):
 IN_PIECE = Saving(in_piece=True)
 
 
-def get_saving(save: str | None) -> Saving | None:
+def get_saving(save: object) -> Saving | None:
     """Returns what the argument of `autocast` with that name means, and refuses others."""
     if save is None:
         return None
-    if save not in HOW["save"]:
+    if not isinstance(save, str) or save not in HOW["save"]:
         near = did_you_mean(save, [*HOW["save"]]) if isinstance(save, str) else "."
         words = " or ".join(map(repr, HOW["save"]))
         raise ValueError(f"Expected None, {words} as save=, got {describe(save)}{near}")

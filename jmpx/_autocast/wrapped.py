@@ -300,7 +300,7 @@ def autocast(
         )
     check_runs_at_once(fn)
     policy_map = get_policy_map(policy)
-    saving = get_saving(save or policy_map.save)
+    saving = get_saving(policy_map.save if save is None else save)
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)

@@ -50,7 +50,7 @@ class PolicyMap:
 
     Raises:
         ValueError: if `by` or `save` is unknown, or `save` stands beside another way than
-            operations.
+            operations; if a rule has `product`, and nothing in the map computes in 16 bits.
 
     Example:
         >>> import jmpx
@@ -71,6 +71,9 @@ class PolicyMap:
     def __post_init__(self) -> None:
         for name, word in self._how().items():
             object.__setattr__(self, name, read_how(name, Located(word, "jmpx.PolicyMap")))
+        others = [rule.compute for rule in self.rules]
+        for rule in self.rules:
+            rule.spelled_out(self.default.compute_dtype, *others)  # refuses what nothing could mean
         if self.save is not None and self.way != "operations":
             raise ValueError(
                 f"Cannot apply save={self.save} of policy map {str(self)!r} by {self.way}: it says "

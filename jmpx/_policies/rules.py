@@ -134,7 +134,7 @@ class Rule:
             matmul_precision=matmul_of(around) if rule.matmul is None else rule.matmul,
         )
 
-    def spelled_out(self, *around: DTypeLike) -> "Rule":
+    def spelled_out(self, *around: DTypeLike | None) -> "Rule":
         """Returns the rule that says by compute, output and matmul what `product` means.
 
         Args:

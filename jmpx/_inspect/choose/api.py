@@ -1,5 +1,6 @@
 """The choice as users ask for it: `jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._base.leaves import PyTree
+from jmpx._base.leaves import PyTree, is_array, spell
 from jmpx._base.messages import describe
 from jmpx._inspect.blame.api import blamed_runs, check_kind, nodes_of, runs_of
 from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
@@ -22,6 +23,7 @@ from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.progress import progress
 from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Array
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 
@@ -59,7 +61,7 @@ def choose(
             counts what the trace keeps for the backward pass.
         of: `"gradients"`, or `"results"` for the value of a loss, as for `jmpx.inspect.blame`.
         metric: a function of two lists of arrays, the gradients or results with roundings and those
-            of float32, that returns the error: 0 if there is none.
+            of float32, that returns the error, a number: 0 if there is none.
         seed: as for `jmpx.inspect.blame`. The same seed gives the same choice.
 
     Returns:
@@ -69,7 +71,8 @@ def choose(
     Raises:
         TypeError: as `jmpx.inspect.blame` and `jmpx.inspect.plan`.
         ValueError: as these; if the error is not positive, or `policy` is applied by arguments,
-            which has no rules; when called, if float32 itself misses the bound.
+            which has no rules; when called, if float32 itself misses the bound, or `metric` returns
+            no such number.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -90,8 +93,14 @@ def choose(
     check_kind(of)
     if chip is not None:
         get_chip(chip)
-    if not error > 0:
+    if not (bound := _number(error)) > 0:
         raise ValueError(f"Expected error= to be a positive number, got {describe(error)}.")
+    if metric is not None and not callable(metric):
+        raise TypeError(
+            "Expected metric= to be a function of two lists of arrays that returns the error, got "
+            f"{describe(metric)}: leave it out for the relative error."
+        )
+    measure = relative if metric is None else functools.partial(_measured, metric)
     if base.way == "arguments":
         raise ValueError(
             f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: write "
@@ -102,18 +111,18 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
-        measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, metric or relative)
+        measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, measure)
         strings = _Strings(func, batches[0], program, measured)
         with progress("sets of rules tried", None) as done:
             search = lambda: _search(program, runs, base, measured, seed, done)  # noqa: E731
-            _try_strings(strings, search, base, given, error)
+            _try_strings(strings, search, base, given, bound)
         planned = plan(make_step or strings.gradient, [*strings.errors], chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         where = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         return Choice(
             f"the {what} of {program.name}",
-            error,
+            bound,
             len(batches),
             where,
             _rows(planned, strings.errors, _wide(base)),
@@ -121,6 +130,26 @@ def choose(
         )
 
     return call
+
+
+def _number(value: object) -> float:
+    """Returns a real number, of Python or in an array of shape (), as a float; NaN for others."""
+    if not (is_array(value) or isinstance(value, int | float)):
+        return math.nan
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 and array.dtype.kind in "biuf" else math.nan
+
+
+def _measured(metric: Measure, results: list[Array], exact: list[Array]) -> float:
+    """Returns the error that the user's function finds."""
+    error = metric(results, exact)
+    if not (number := _number(error)) >= 0:
+        raise ValueError(
+            "Expected metric= to return the error, a number from 0 on, got "
+            f"{spell(error) if is_array(error) and error.ndim else describe(error)}: return for "
+            "example a norm of the differences, as a float."
+        )
+    return number
 
 
 class _Strings:
