@@ -114,7 +114,7 @@ def test_gradients_and_programs_are_those_of_a_view(loss_fn, batch):
 
 
 def filter_grad(f):
-    grad_fn = jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale(), policy="c=bf16")
+    grad_fn = jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale(), policy="bf16")
     return lambda model, x: grad_fn(model, x).value
 
 
