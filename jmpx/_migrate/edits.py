@@ -354,12 +354,14 @@ class _Edits(Definitions):
         if self.imports(node):
             return False
         certain = True if self._facts.scales else None
-        named = "dynamic_scale" in (get_full_name_for_node(node) or "").rpartition(".")[2]
+        word = (get_full_name_for_node(node) or "").rpartition(".")[2]
+        named = "dynamic_scale" in word
+        perhaps = None if named or word in self._facts.words else False
         if not isinstance(node, cst.Name):
-            return certain if named else False
+            return certain if named else perhaps
         kinds = {self._kind(each) for each in self.bindings(node, node.value)}
         if False in kinds or not kinds - {None}:
-            return None if named or True in kinds else False
+            return None if True in kinds else perhaps
         return certain
 
     def _kind(self, binding: Any) -> bool | None:
