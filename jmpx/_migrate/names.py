@@ -102,6 +102,7 @@ class Facts:
         flax: whether Flax is imported.
         scales: whether Flax's DynamicScale is imported, and each use of it is known.
         uncertain: whether Flax's DynamicScale is imported, and some use of it is not known.
+        words: what is given a DynamicScale somewhere: `ds` of `self.ds = DynamicScale()`.
         strings: the names within strings that are Python, such as annotations.
         names: all names that are not words of attributes, arguments or imports, by their text.
         assigns: all assignments.
@@ -113,6 +114,7 @@ class Facts:
     flax: bool
     scales: bool
     uncertain: bool
+    words: set[str]
     strings: frozenset[str]
     names: dict[str, list[cst.Name]]
     assigns: list[cst.Assign]
@@ -128,6 +130,7 @@ class Uses(Names):
         super().__init__()
         self._names: dict[str, set[str]] = {"jmp": set(), "mpx": set()}
         self._odd = self._taken = self._flax = self._scales = self._unsure = False
+        self._words: set[str] = set()
         self._strings: set[str] = set()
         self._all: dict[str, list[cst.Name]] = collections.defaultdict(list)
         self._assigns: list[cst.Assign] = []
@@ -153,6 +156,7 @@ class Uses(Names):
             self._flax,
             scales,
             uncertain,
+            self._words,
             frozenset(self._strings),
             self._all,
             self._assigns,
@@ -207,12 +211,31 @@ class Uses(Names):
             if _within(name, DYNAMIC_SCALE):
                 self._scales = True
                 self._unsure |= self.imported(node) is None
+        self._given(node)
+
+    def _given(self, node: cst.Name | cst.Attribute) -> None:
+        """Collects the words to which a statement with a DynamicScale assigns it."""
+        if f"{DYNAMIC_SCALE}.DynamicScale" not in self.imports(node):
+            return
+        for each in self.above(node):
+            targets: list[cst.CSTNode | None] = []
+            if isinstance(each, cst.Assign):
+                targets = [target.target for target in each.targets]
+            elif isinstance(each, cst.AnnAssign | cst.NamedExpr):
+                targets = [each.target]
+            elif isinstance(each, cst.Arg):
+                targets = [each.keyword]
+            elif isinstance(each, cst.Param):
+                targets = [each.name]
+            names = [get_full_name_for_node(target) or "" for target in targets if target]
+            self._words |= {name.rpartition(".")[2] for name in names}
 
     def visit_Name(self, node: cst.Name) -> None:
         """Looks at each `jmp` that is not an import of it, and each `jmpx` that is not one."""
         if self.is_word(node):
             return
         self._all[node.value].append(node)
+        self._given(node)
         if node.value not in ("jmp", "jmpx"):
             return
         plain = self.is_use(node) and self.imported(node) == node.value

@@ -186,6 +186,7 @@ EDITS = {
         """,  # noqa: E501
     ),
 }
+HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(scale=8.0)\n"
 # What is left as it is: the program, and what the comment above its last line says.
 LEFT = {
     "gone from 0.2": ("import jmpx\njmpx.loss_scale_from(x)\n", "write jmpx.get_loss_scale with"),
@@ -247,7 +248,22 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
     assert migrate_source(migrated.text) == migrated
 
 
-HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(scale=8.0)\n"
+@pytest.mark.parametrize(
+    "made",
+    [
+        "self.own = DynamicScale(scale=4.0)\n",
+        "own = rep(DynamicScale(scale=4.0))\nself.own = own\n",
+        "class State:\n    own: DynamicScale | None\n",
+        "self = State(own=DynamicScale(scale=4.0))\n",
+    ],
+)
+def test_a_number_of_what_was_given_a_scale_somewhere_has_a_comment(made):
+    migrated = migrate_source(HEAD + made + "x = self.own.scale\n")
+    ((_, words),) = migrated.marks
+    assert words == "write loss_scale for scale if this is a jmpx.DynamicLossScale"
+    assert migrated.text.endswith("\nx = self.own.scale\n")
+
+
 UNPACKED = "ds, ok, loss, grads = g(p)\n"
 
 
@@ -424,11 +440,12 @@ def test_it_keeps_line_ends_and_leaves_what_it_cannot_read(tmp_path, capsys):
     assert (tmp_path / "c.py").read_bytes() == b"s = 'jmp \xff'\n"
 
 
-def test_an_odd_file_is_told_and_the_others_go_on(tmp_path, capsys):
+@pytest.mark.parametrize("terms", [400, 20_000])  # libcst itself crashes at the second
+def test_an_odd_file_is_told_and_the_others_go_on(tmp_path, capsys, terms):
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "sum.py").write_text("import jmp\nx = " + " + ".join(["1"] * 5000))
+    (tmp_path / "sum.py").write_text("import jmp\nx = " + " + ".join(["1"] * terms))
     (tmp_path / "z.py").write_text("import jmp\n")
     code, printed = lines_of(capsys, tmp_path, "--write")
     assert code == 0 and (tmp_path / "z.py").read_text() == "import jmpx\n"
