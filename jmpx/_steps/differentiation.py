@@ -42,6 +42,7 @@ def differentiate(
     """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
     stored, merge = split_parameters(args)
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
+    options.check_overwritten(args[0])
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()
     options.check_stored(application.policy_map, stored, args[0])

@@ -27,6 +27,8 @@ from jmpx._steps.batches import Batch, numbers_of, split_batch
 from jmpx._steps.checks import check_loss_scale
 from jmpx._steps.model_state import ModelState
 
+_OVERWRITTEN = "_overwrite_with_gradient"  # a collection of Flax
+
 T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -95,6 +97,21 @@ class Options:
             return application._replace(policy_map=None)
         _warn_of_no_scale(application.policy_map, self.scaling)
         return application
+
+    def check_overwritten(self, model: PyTree) -> None:
+        """Refuses state that Flax's float8 layers hand out as gradients where it would change."""
+        is_scaled = self.is_mixed and not isinstance(self.scaling, NoOpLossScale)
+        is_mean = self.batch.microbatches > 1 or self.batch.sharding is not None
+        if not (is_scaled or is_mean or self.over is not None):
+            return
+        path = next((path for path in paths_of(model) if _OVERWRITTEN in path), None)
+        if path is not None:
+            raise ValueError(
+                f"Cannot hand out the new state of a float8 layer of Flax at {path}, which comes "
+                f"in place of a gradient, where it is {'unscaled' if is_scaled else 'averaged'} "
+                "like one: give jmpx.NoOpLossScale(), and neither batch= nor over=, or leave "
+                "the float8 layer out."
+            )
 
     def check_stored(
         self, policy_map: PolicyMap | None, params: Sequence[jax.Array], model: PyTree

@@ -370,6 +370,7 @@ def test_a_cache_keeps_its_dtype(rng, made_in_context):
     assert y.dtype == BF16 and floats == {"bfloat16" if made_in_context else "float32"}
 
 
+<<<<<<< HEAD
 # A model of NNX
 
 
@@ -389,3 +390,25 @@ def test_a_context_around_a_model_of_nnx_says_so_once(rng):
         apply(params, x)  # the outer one casts nothing, but a Linen module ran
     with pytest.raises(KeyError), jmpx.flax.policies("c=f16; Dense: c=f32,o=bf16"):
         raise KeyError
+=======
+# Float8 layers, whose new state comes as gradients
+
+
+@pytest.mark.parametrize("policy", ["full", "by=modules,full", "by=operations,full"])
+def test_state_of_float8_layers_comes_as_it_is_or_is_refused(policy):
+    model = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    x = jnp.full((8, 16), 330.0).at[4:].set(2.0)
+    params = model.init(jax.random.key(0), x)
+    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+    expected, none = jax.jit(jax.grad(loss))(params, x), jmpx.NoOpLossScale()
+    grads = jax.jit(jmpx.filter_grad(loss, none, policy=policy))(params, x).grads
+    assert_same_bits(grads["_overwrite_with_gradient"], expected["_overwrite_with_gradient"])
+    for scaling, options in (
+        (jmpx.StaticLossScale(1024), {}),
+        (jmpx.DynamicLossScale(), {}),
+        (none, {"batch": jmpx.Batch(microbatches=2)}),
+        (none, {"over": jmpx.Over("data")}),
+    ):
+        with pytest.raises(ValueError, match="new state of a float8 layer of Flax at .*amax_hist"):
+            jmpx.filter_grad(loss, scaling, policy=policy, **options)(params, x)
+>>>>>>> 9c889ebe1cf404c4a15944a4f8d5aae394fb4ae1

@@ -2,6 +2,7 @@
 
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,51 @@ def test_a_metric_of_the_user(rng):
     assert choice.rows[0].error == pytest.approx(np.mean(np.square(found)) ** 0.5, rel=0.05)
     assert choice.chosen
     assert choice.chosen.error <= 2e-3
+
+
+def test_where_the_policy_overflows_rules_are_found_and_it_is_told(rng):
+    def loss_fn(w, x):
+        with jax.named_scope("first"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("big"):  # sums beyond 65504
+            h = ((6e4 * h) @ w) / 6e4
+        with jax.named_scope("last"):
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    policy = "by=operations,c=f16,save=products"
+    choice = choose(loss_fn, policy, error=0.1)(*drawn(rng)[:2])
+    assert "; */big: full" in choice.policy
+    assert all(np.isfinite(row.error) for row in choice.rows)
+    assert choice.notes[0] == f"{policy}: left out, as the gradients are not finite."
+
+
+class Shifted(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, h):
+        return (self.linear(h) + 64) - 64
+
+
+class Recurrent(eqx.Module):
+    cell: Shifted
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(jax.lax.scan(lambda h, x: (self.cell(h + x), None), x[0], x)[0])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("error", [1e-4, 3e-2])
+def test_a_string_that_breaks_the_carry_of_a_scan_is_left_out(error, rng):
+    first, head = (eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(jax.random.key(0)))
+    model = Recurrent(Shifted(first), head)
+    loss = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
+    batches = [(model, normal(rng, 5, 4)) for _ in range(6)]
+    choice = choose(loss, "by=modules,c=bf16", error=error)(*batches)
+    rule = "by=modules,c=bf16; */cell: "
+    notes = [n for n in choice.notes if n.startswith(rule) and "o=f32: left out, as it" in n]
+    assert (choice.policy, len(notes)) == (("by=modules,f32", 1), (f"{rule}full", 0))[error > 1e-2]
 
 
 def a_larger_step(policy):

@@ -48,7 +48,7 @@ def choose(
     operations outside of them. One compiled program, whose mask says what rounds, tries sets of
     them. A part is taken if it lowers the error by more than batches differ by chance. At most
     nine strings are then run and compiled as written, so no number in the report is an
-    estimate.
+    estimate. Strings that overflow, or that JAX refuses, are left out and named in the notes.
 
     Args:
         func: a loss, or another function, as `jmpx.inspect.blame` takes it.
@@ -100,7 +100,7 @@ def choose(
             "Expected metric= to be a function of two lists of arrays that returns the error, got "
             f"{describe(metric)}: leave it out for the relative error."
         )
-    measure = relative if metric is None else functools.partial(_measured, metric)
+    measure = functools.partial(_measured, relative if metric is None else metric)
     if base.way == "arguments":
         raise ValueError(
             f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: write "
@@ -116,7 +116,8 @@ def choose(
         with progress("sets of rules tried", None) as done:
             search = lambda: _search(program, runs, base, measured, seed, done)  # noqa: E731
             _try_strings(strings, search, base, given, bound)
-        planned = plan(make_step or strings.gradient, [*strings.errors], chip=chip)
+        finite = [text for text, error in strings.errors.items() if math.isfinite(error)]
+        planned = plan(make_step or strings.gradient, finite, chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         where = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
@@ -126,7 +127,7 @@ def choose(
             len(batches),
             where,
             _rows(planned, strings.errors, _wide(base)),
-            (*failed, *(() if where else planned.notes)),
+            (*strings.notes(what), *failed, *(() if where else planned.notes)),
         )
 
     return call
@@ -141,7 +142,9 @@ def _number(value: object) -> float:
 
 
 def _measured(metric: Measure, results: list[Array], exact: list[Array]) -> float:
-    """Returns the error that the user's function finds."""
+    """Returns the error of results: infinite if they are not finite, else that of the metric."""
+    if not all(np.isfinite(result).all() for result in results):
+        return math.inf
     error = metric(results, exact)
     if not (number := _number(error)) >= 0:
         raise ValueError(
@@ -164,13 +167,48 @@ class _Strings:
     ) -> None:
         self.func, self.batch, self.program, self.runs = func, batch, program, runs
         self.errors: dict[str, float] = {}
+        self.failures: dict[str, str] = {}  # why JAX does not trace the function under a string
 
     def error(self, text: str) -> float:
-        """Returns the root mean square of the error under a policy string, and keeps it."""
+        """Returns the root mean square of the error under a policy string, and keeps it.
+
+        It is infinite if results are not finite, or if JAX refuses the function under the string.
+        """
         if text not in self.errors:
-            runs = runs_of(self._traced(text), self.runs.batches, self.runs.measure, False)
+            program = self._tried(text)
+            if program is None:
+                return self.errors.setdefault(text, math.inf)
+            runs = runs_of(program, self.runs.batches, self.runs.measure, False)
             self.errors[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
         return self.errors[text]
+
+    def _tried(self, text: str) -> Program | None:
+        """Returns the program under a string; None if it is refused, as a carry that widens is."""
+        if text in self.failures:
+            return None
+        try:
+            return self._traced(text)
+        except (TypeError, ValueError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            self.failures[text] = first.rstrip(".:")
+            return None
+
+    def fails(self, text: str) -> bool:
+        """Whether JAX refuses the function under a policy string."""
+        return text not in self.errors and self._tried(text) is None
+
+    def notes(self, what: str) -> list[str]:
+        """Returns sentences about strings that have no error: they are left out."""
+        tried = [text for text in self.errors if text in self.failures]
+        overflows = [text for text, error in self.errors.items() if math.isinf(error)]
+        return [
+            *(
+                f"{text}: left out, as the {what} are not finite."
+                for text in overflows
+                if text not in tried
+            ),
+            *(f"{text}: left out, as it is refused: {self.failures[text]}." for text in tried),
+        ]
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
@@ -229,8 +267,10 @@ def _search(
     others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
     # With what no rule is for, the shares add up, and need not be measured one by one.
     found = shares(runs, [*(island.own for island in islands), others], seed, done)
-    parts = dict(zip(islands, found.parts, strict=False))
-    kept = worthwhile(islands, found.sites)
+    # Where all overflows, nothing tells what an island costs before it is tried.
+    is_finite = math.isfinite(found.squared)
+    parts = dict(zip(islands, found.parts if is_finite else np.zeros(len(islands)), strict=False))
+    kept = worthwhile(islands, found.sites) if is_finite else islands
     return Search(measured, sites, kept, [float(parts[island]) for island in kept], done)
 
 
@@ -260,6 +300,13 @@ def _try_strings(
 def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
     """Measures strings with some rules and with all that a bound needs; returns the last one."""
     chosen = search.find(bound)
+    while strings.fails(_with_rules(given, search.selectors(chosen), "full")):
+        alone = {n: _with_rules(given, search.selectors([n]), "full") for n in chosen}
+        search.leave_out([n for n, text in alone.items() if strings.fails(text)] or chosen)
+        for text in alone.values():
+            if text in strings.failures:
+                strings.error(text)  # so that it is told
+        chosen = search.find(bound)
     selectors = search.selectors(chosen)
     for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
         strings.error(_with_rules(given, selectors[:count], "full"))

@@ -41,7 +41,7 @@ class Choice(TableReport):
             the backward pass.
         rows: the strings, the one with the least memory first, and float32 as the last one. Each
             has a smaller error than all before it.
-        notes: strings that could not be compiled, and limits of these numbers, in sentences.
+        notes: strings that were left out, and why, and limits of these numbers, in sentences.
     """
 
     __module__ = "jmpx.inspect"

@@ -54,6 +54,10 @@ class Search:
         """Returns the root mean square of the error where all but the chosen islands round."""
         return math.sqrt(float(np.mean(self.squares(chosen))))
 
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Takes islands out of those that are tried."""
+        self.order = [number for number in self.order if number not in numbers]
+
     def selectors(self, chosen: Iterable[int]) -> list[str]:
         """Returns selectors of islands, as few as select the same."""
         return self.sites.shortened([self.islands[number].selector for number in chosen])
@@ -102,6 +106,9 @@ class Search:
     def _earns(self, number: int, chosen: Sequence[int]) -> bool:
         """Whether an island of a set lowers the error by a margin, and by more than by chance."""
         before, after = self.squares(set(chosen) - {number}), self.squares(chosen)
+        is_finite = np.isfinite(before) & np.isfinite(after)
+        if not is_finite.all():
+            return bool(np.isfinite(after).sum() > np.isfinite(before).sum())
         gains = np.log(np.maximum(before, _TINY) / np.maximum(after, _TINY))
         noise = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         return bool(gains.mean() > max(_MARGIN, noise))
