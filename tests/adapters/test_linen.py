@@ -370,7 +370,6 @@ def test_a_cache_keeps_its_dtype(rng, made_in_context):
     assert y.dtype == BF16 and floats == {"bfloat16" if made_in_context else "float32"}
 
 
-<<<<<<< HEAD
 # A model of NNX
 
 
@@ -390,7 +389,8 @@ def test_a_context_around_a_model_of_nnx_says_so_once(rng):
         apply(params, x)  # the outer one casts nothing, but a Linen module ran
     with pytest.raises(KeyError), jmpx.flax.policies("c=f16; Dense: c=f32,o=bf16"):
         raise KeyError
-=======
+
+
 # Float8 layers, whose new state comes as gradients
 
 
@@ -411,4 +411,3 @@ def test_state_of_float8_layers_comes_as_it_is_or_is_refused(policy):
     ):
         with pytest.raises(ValueError, match="new state of a float8 layer of Flax at .*amax_hist"):
             jmpx.filter_grad(loss, scaling, policy=policy, **options)(params, x)
->>>>>>> 9c889ebe1cf404c4a15944a4f8d5aae394fb4ae1
