@@ -232,9 +232,6 @@ def is_hooked(hook: Hook) -> bool:
     return hook in _thread.state.hooks
 
 
-_ROUNDED = "parameters are rounded"
-
-
 @contextlib.contextmanager
 def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
     """Notes what casts while a function runs whose parameters were rounded to 16 bits.
@@ -251,13 +248,13 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
     if dtype is None or any(rounded is not None for _, rounded in _thread.state.watches):
         yield casts
         return
-    with _watched(casts, dtype), fact_set(_ROUNDED, dtype.name):
+    with _watched(casts, dtype), fact_set("parameters are rounded", dtype.name):
         yield casts
 
 
-def are_parameters_rounded() -> bool:
-    """Whether a function is running whose parameters were rounded; see `parameters_rounded`."""
-    return fact(_ROUNDED) is not None
+def may_be_rounded() -> bool:
+    """Whether a function runs that is cast by arguments or by modules, and so what is in it."""
+    return bool(_thread.state.watches)
 
 
 @contextlib.contextmanager

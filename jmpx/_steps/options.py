@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.casts import at_least_float32
-from jmpx._base.contexts import are_parameters_rounded
+from jmpx._base.contexts import may_be_rounded
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.leaves import PyTree, is_floating, spell
@@ -119,9 +119,9 @@ class Options:
         """Warns of narrow parameters, in which updates are lost, unless they are meant to be so.
 
         A user who gives `grad_dtype`, as for `low_precision_params`, or that dtype as `params` in
-        the policy, knows of them. Another gradient function around may have rounded them.
+        the policy, knows of them. A function of jmpx around may have rounded them.
         """
-        if policy_map is None or self.grad_dtype is not None or are_parameters_rounded():
+        if policy_map is None or self.grad_dtype is not None or may_be_rounded():
             return
         dtypes = policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)
         wanted = [jnp.dtype(dtype) for dtype in dtypes if dtype is not None]

@@ -402,7 +402,7 @@ def test_parameters_in_16_bits_are_warned_of_unless_they_are_meant(framework, wa
 
 # Arguments that modules are called with, and that are left uncast
 
-TIMES = np.float32([[998.39], [3.2]])
+TIMES = np.array([[998.39], [3.2]], np.float32)
 
 
 NOTED: dict[str, Any] = {}
