@@ -120,7 +120,7 @@ programs = st.lists(
 @example([(("product",), None), (("number",), "jit")], "c=f16")
 @example([(("product", "sigmoid"), None), (("logarithm",), "checkpoint")], "c=bf16")
 @given(programs, st.sampled_from(["c=bf16", "c=f16"]))
-@settings(max_examples=25 if settings.default.derandomize else 200, deadline=None)
+@settings(max_examples=25 if settings().derandomize else 200, deadline=None)
 def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy):
     rng, policy = np.random.default_rng(0), f"by=operations,{policy}"
     words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
