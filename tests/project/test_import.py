@@ -40,7 +40,8 @@ def test_the_import_is_light_and_what_jmp_has_is_so_too():
     )
     at_first, heavy, new = result.stdout.splitlines()
     assert int(at_first) < 10 and heavy == "[]"
-    assert all(name.startswith("'jmpx") for name in new.strip("[]").split(", ")), new
+    ours = "'jmpx", "'jax.export'", "'jax._src.export."  # JAX 0.7 has not imported it
+    assert all(name.startswith(ours) for name in new.strip("[]").split(", ")), new
 
 
 def test_the_core_works_without_optional_packages_and_autocast():
