@@ -142,7 +142,7 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
 def test_what_rounds_nothing_warns_of_nothing():
     loss, model = inside("equinox")
     half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
-    jmpx.filter_grad(loss, SCALE, policy="c=bf16")(half, X.astype(jnp.bfloat16))
+    jmpx.filter_grad(loss, SCALE, policy="p=bf16,c=bf16")(half, X.astype(jnp.bfloat16))
     plain = lambda model, x: model(x).sum()  # noqa: E731
     others: list[Any] = [
         jmpx.force_full_precision(plain),
