@@ -125,8 +125,8 @@ def evaluated(
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
     policy_map = in_force(policy_map, "jmpx.autocast")
-    rules = (*rules_of_classes(), *policy_map.rules)
-    policy_map = dataclasses.replace(policy_map, rules=rules)
+    if of_classes := rules_of_classes():
+        policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
         if dtype is not None:
             check_computes(dtype)
