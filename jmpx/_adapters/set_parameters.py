@@ -1,7 +1,5 @@
 """Parameters of NNX that a function on cast arguments sets, which would round the stored ones."""
 
-import numpy as np
-
 from jmpx._base.casts import holds
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.leaves import is_floating
@@ -22,7 +20,9 @@ def refuse_set(
     def rounded() -> list[int]:
         new = changes.new_parameters().values()
         pairs = ((place, given[place], stored[place]) for place in new)
-        return [place for place, low, leaf in pairs if is_floating(leaf) and not _holds(low, leaf)]
+        return [
+            n for n, low, leaf in pairs if is_floating(leaf) and not holds(low.dtype, leaf.dtype)
+        ]
 
     if rounded():
         changes = without_passed_on(
@@ -37,7 +37,3 @@ def refuse_set(
             f"{dtypes[1]}: set it outside of the function, or apply the policy with by=operations."
         )
     return changes
-
-
-def _holds(low: Leaf, leaf: Leaf) -> bool:
-    return holds(np.dtype(low.dtype), np.dtype(leaf.dtype))
