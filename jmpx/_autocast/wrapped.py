@@ -12,7 +12,7 @@ import jax.core
 import numpy as np
 
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.neighbours import Ends
+from jmpx._autocast.neighbours import Ends, begins_norm
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import attention_explained, warnings_of
@@ -151,7 +151,8 @@ def evaluated(
             is_parameter = i < len(leaves) and is_floating(leaves[i])
             value.data = value.is_weak and not is_parameter
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
-    ends = Ends(is_exposed, multiplied=() if is_loss else None)
+    follows_paths = is_loss or any_holds(traced.jaxpr, begins_norm)
+    ends = Ends(is_exposed, multiplied=() if follows_paths else None, has_data=is_loss)
     if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None
