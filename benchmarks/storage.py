@@ -127,7 +127,7 @@ def train(
     how = WAYS[way]
     optimizer = how.wrap(optimizer, seed)
     noop, policy = jmpx.NoOpLossScale(), jmpx.Policy(how.dtype, jnp.float32, jnp.float32)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, noop, policy=policy, grad_dtype=how.grad_dtype)
+    grad_fn = jmpx.value_and_grad(loss_fn, noop, policy=policy, grad_dtype=how.grad_dtype)
 
     def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, state = carry

@@ -73,7 +73,7 @@ JITTED = jax.jit(model)  # JAX traces it anew for each way
 def test_the_gradient_function_differentiates_it(policy, problem):
     applied = jmpx.apply_policy(loss_fn, policy)
     expected = jax.jit(jax.value_and_grad(lambda *args: applied(*args).astype(F32)))(*problem)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.StaticLossScale(2**10), policy=policy)
+    grad_fn = jmpx.value_and_grad(loss_fn, jmpx.StaticLossScale(2**10), policy=policy)
     result = jax.jit(grad_fn)(*problem)
     assert_same_bits((result.value, result.grads), expected)
 
@@ -88,7 +88,7 @@ def test_whatever_a_policy_is(problem):
         jmpx.get_mixed_precision(f"{ISLAND} | static=1024"),
     ):
         assert program(jmpx.apply_policy(model, policy), *args) == program(by_modules, *args)
-        grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)
+        grad_fn = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)
         assert set(dtypes(jax.eval_shape(grad_fn, *problem).grads)) == {"float32"}
     bf16 = jmpx.get_policy("c=bf16"), {"compute": "bf16"}, jmpx.Policy(*["bf16"] * 3), jnp.bfloat16
     for policy in bf16:
@@ -183,7 +183,7 @@ def test_a_step_of_flax_is_the_hand_written_one_to_the_last_bit(rng):
         return jnp.mean((ours.apply_fn({"params": params}, x).reshape(-1) - y) ** 2)
 
     def with_policy(params):
-        grad_fn = jmpx.filter_grad(squared_error, jmpx.StaticLossScale(scale), policy="c=bf16")
+        grad_fn = jmpx.grad(squared_error, jmpx.StaticLossScale(scale), policy="c=bf16")
         return grad_fn(params, x, y).grads
 
     def by_hand(params):

@@ -18,7 +18,7 @@ import jmpx.haiku
 
 COUNT = 3
 # Its options come from tables, whose types pyright does not follow.
-filter_value_and_grad: Any = jmpx.filter_value_and_grad
+filter_value_and_grad: Any = jmpx.value_and_grad
 # The layers of the frameworks promote dtypes within their own code.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -63,7 +63,7 @@ def test_a_context_or_a_view_in_float32_is_an_island_in_autocast(framework):
 
 def test_a_gradient_function_without_casts_leaves_modules_to_the_context():
     net = zoo.drawn("haiku", head, 2, 4)
-    grad_fn = jmpx.filter_grad(
+    grad_fn = jmpx.grad(
         lambda model, x: net.apply(model, x).astype(jnp.float32).sum(),
         jmpx.NoOpLossScale(),
         policy="full",

@@ -42,7 +42,7 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
         return jnp.sum(y), y
 
     with enable_x64():
-        grad_fn = jmpx.filter_value_and_grad(
+        grad_fn = jmpx.value_and_grad(
             loss_fn, jmpx.NoOpLossScale(), has_aux=True, policy=policy
         )
         (_, y), _, _, grads = jax.jit(grad_fn)(arrays, x)

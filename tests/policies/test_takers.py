@@ -96,8 +96,8 @@ TAKERS = {
     "set_policy of a Haiku module": lambda policy: set_and_get(hk.Linear, policy),
     "push_policy": lambda policy: push_and_get(Own, policy),
     "push_policy of an NNX module": lambda policy: push_and_get(nnx.Linear, policy),
-    "filter_grad": lambda policy: gradient(jmpx.filter_grad, policy),
-    "filter_value_and_grad": lambda policy: gradient(jmpx.filter_value_and_grad, policy),
+    "filter_grad": lambda policy: gradient(jmpx.grad, policy),
+    "filter_value_and_grad": lambda policy: gradient(jmpx.value_and_grad, policy),
     "autocast": lambda policy: str(product(policy)),
     "get_loss_scale": lambda policy: jmpx.get_loss_scale("auto", policy=policy),
     "DEFINE_policy": lambda policy: flag(jmpx.flags.DEFINE_policy, policy),
@@ -137,8 +137,8 @@ def with_class_policy(policy):
 
 
 COMPUTES = {
-    "filter_grad": lambda n: gradient(jmpx.filter_grad, n),
-    "filter_value_and_grad": lambda n: gradient(jmpx.filter_value_and_grad, f"c={n},o=f32"),
+    "filter_grad": lambda n: gradient(jmpx.grad, n),
+    "filter_value_and_grad": lambda n: gradient(jmpx.value_and_grad, f"c={n},o=f32"),
     "autocast, operation": lambda n: product(f"c=bf16; op.exp: {n}"),
     "haiku, its own registry": lambda n: with_haikus_own(f"c={n},o=f32"),
     "equinox, class": lambda n: with_class_policy(f"c={n}"),

@@ -37,7 +37,7 @@ def test_options_are_values(value):
 def test_micro_batches_are_no_traced_number():
     with pytest.raises(TypeError, match="Expected microbatches to be a whole number, got .*: 1 "):
         jax.jit(lambda count: jmpx.Batch(microbatches=count).microbatches)(2)
-    jmpx.filter_grad(  # micro-batches and an axis do not contradict each other
+    jmpx.grad(  # micro-batches and an axis do not contradict each other
         jnp.sum, jmpx.NoOpLossScale(), batch=jmpx.Batch(microbatches=2), over=jmpx.Over("rows")
     )
 
@@ -45,13 +45,13 @@ def test_micro_batches_are_no_traced_number():
 # Signatures
 
 
-@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+@pytest.mark.parametrize("make", [jmpx.grad, jmpx.value_and_grad])
 def test_a_gradient_function_can_be_held(make):
     parameters = list(inspect.signature(make).parameters.values())
     names = "func scaling has_aux policy grad_dtype uncast state_argnum batch over"
     assert [p.name for p in parameters] == names.split()
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(names.split()[3:])
-    assert parameters == list(inspect.signature(jmpx.filter_grad).parameters.values())
+    assert parameters == list(inspect.signature(jmpx.grad).parameters.values())
     assert len(str(make.__doc__).splitlines()) <= 60
 
 
@@ -75,8 +75,8 @@ class Halve(eqx.Module):
 WRAPPERS = {
     "cast_function": lambda f: mpx.cast_function(f, "bf16", "f32"),
     "force_full_precision": jmpx.force_full_precision,
-    "filter_grad": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale()),
-    "filter_value_and_grad": lambda f: jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale()),
+    "filter_grad": lambda f: jmpx.grad(f, jmpx.NoOpLossScale()),
+    "filter_value_and_grad": lambda f: jmpx.value_and_grad(f, jmpx.NoOpLossScale()),
 }
 
 

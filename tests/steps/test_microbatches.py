@@ -25,8 +25,8 @@ in_16_bits = pytest.mark.filterwarnings(  # on purpose
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
 # Their options come from tables, whose types pyright does not follow.
-filter_grad: Any = jmpx.filter_grad
-filter_value_and_grad: Any = jmpx.filter_value_and_grad
+filter_grad: Any = jmpx.grad
+filter_value_and_grad: Any = jmpx.value_and_grad
 
 
 def parts(count, **options):
