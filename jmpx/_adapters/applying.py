@@ -170,8 +170,8 @@ class Application(NamedTuple):
         return None if self.policy_map is None else self.policy_map.default.reduce_dtype
 
     def products(self) -> AbstractContextManager[object]:
-        """Returns the context in which products use the algorithm of the arguments' policy."""
-        if self.policy_map is None or self.policy_map.way != "arguments":
+        """Returns the context in which products use the algorithm of the default policy."""
+        if self.policy_map is None or self.policy_map.way == "modules":
             return contextlib.nullcontext()
         policy = self.policy_map.default
         return matmul_region(policy.matmul_precision, policy.compute_dtype)

@@ -125,7 +125,7 @@ def evaluated(
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
     policy_map = _followed(policy_map)
-    if save is None and output in (None, "traced") and _casts_nothing(policy_map):
+    if is_loss and save is None and _casts_nothing(policy_map):
         return pure(state, *args, **kwargs)  # also what a trace would refuse, such as `if x > 0`
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)

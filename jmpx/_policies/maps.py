@@ -72,7 +72,7 @@ class PolicyMap:
     rules: tuple[Rule, ...] = ()
     by: str | None = None
     save: str | None = None
-    writes_output: bool = False
+    writes_output: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         output, compute = self.default.output_dtype, self.default.compute_dtype
@@ -160,9 +160,9 @@ class PolicyMap:
 
     def __str__(self) -> str:
         """Returns the policy map string."""
-        how = [f"{name}={word}" for name, word in self._how().items()]
-        policy = ",".join(f"{key}={value}" for key, value in self._fields().items())
-        return "; ".join([",".join([*how[:1], policy, *how[1:]]), *map(str, self.rules)])
+        fields = {"by": self.by, **self._fields(), "save": self.save}
+        default = ",".join(f"{key}={value}" for key, value in fields.items() if value is not None)
+        return "; ".join([default, *map(str, self.rules)])
 
     def _fields(self) -> dict[str, str]:
         """Returns what the string says of the default; the output dtype only if it was written."""

@@ -35,6 +35,7 @@ def run(net, outer, inner):
 @pytest.mark.parametrize("outer", ["c=bf16", "full"])
 @pytest.mark.parametrize("inner", ["full", "c=f16"])
 @pytest.mark.filterwarnings("ignore:jmpx.apply_policy has cast its arguments to 16 bits")
+@pytest.mark.filterwarnings("ignore:jmpx.apply_policy casts operations .* widens nothing")
 @pytest.mark.sampled(3)
 def test_an_inner_policy_is_an_island_or_an_error(framework, outer, inner):
     net = zoo.drawn(framework, head, 2, 4)

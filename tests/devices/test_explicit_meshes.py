@@ -290,7 +290,7 @@ def test_shards_are_gathered_under_shard_map(rng):
         whole = jmpx.distributed.gather(shards, "data", "c=bf16")
         return jnp.mean(plain(whole, x).astype(jnp.float32) ** 2)
 
-    run = jmpx.grad(loss, NOOP, policy="c=bf16", over=jmpx.Over("data"), uncast=0)
+    run = jmpx.grad(loss, NOOP, policy="by=arguments,c=bf16", over="data", uncast=0)
     with jax.set_mesh(make_mesh(AxisType.Explicit, 8)):
         placed = jax.device_put((params, x), P("data"))
         grads = lambda *args: run(*args).grads  # noqa: E731

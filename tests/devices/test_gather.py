@@ -367,7 +367,9 @@ def gradient_of_gathered(w, x, **options):
     [
         {"policy": "full"},
         {"policy": "c=bf16", "uncast": 0},
-        {"policy": "c=bf16; Head: full"},  # a policy map: the gather counts as what casts
+        {
+            "policy": "by=modules,c=bf16; Head: full"
+        },  # a policy map: the gather counts as what casts
         {"policy": "c=bf16", "use_mixed_precision": False},
     ],
     ids=str,

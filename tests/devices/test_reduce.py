@@ -91,9 +91,7 @@ def test_values_against_float64_and_the_dtype_of_each_sum(how, reduce, scale, rn
         assert (grad == grad[:1]).all()
 
 
-@pytest.mark.parametrize(
-    ("compute", "make"), [("bf16", jmpx.grad), ("f16", jmpx.value_and_grad)]
-)
+@pytest.mark.parametrize(("compute", "make"), [("bf16", jmpx.grad), ("f16", jmpx.value_and_grad)])
 def test_both_functions_sum_in_the_dtype_whatever_they_compute_in(compute, make, rng):
     loss = lambda p, x: (loss_fn(p, x), x.sum())  # noqa: E731
     options = {"policy": f"c={compute},o=f32,r=f16", "over": jmpx.Over(AXIS)}
@@ -146,7 +144,7 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
         finite = jmpx.all_finite(grads)
         return value, scaling.adjust(finite), finite, grads
 
-    options = {"policy": "c=bf16", "over": jmpx.Over(AXIS)}
+    options = {"policy": "by=arguments,c=bf16", "over": AXIS}
     ours = jmpx.value_and_grad(loss_fn, jmpx.DynamicLossScale(), **options)
     args = make_params(rng), normal(rng, DEVICES, 2, 6)
     steps = [over_batch(run, how) for run in (lambda *args: tuple(ours(*args)), by_hand)]

@@ -192,7 +192,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
         return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
 
     def run(params, state, x):
-        options = {"policy": "c=f16,o=f32", "over": jmpx.Over(AXIS), "uncast": 0}
+        options = {"policy": "by=arguments,c=f16", "over": AXIS, "uncast": 0}
         scale, finite, grads = jmpx.grad(loss, scaling, **options)(params, x)
         params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
         return params, state, scale.loss_scale, finite[None]

@@ -374,7 +374,7 @@ def scaled_loss(params, x):
 
 
 def step(params, loss_scale, x):
-    gradients = jmpx.value_and_grad(scaled_loss, loss_scale)
+    gradients = jmpx.value_and_grad(scaled_loss, loss_scale, policy="by=arguments,c=f16")
     loss, loss_scale, finite, grads = gradients(params, x)
     optimizer = jmpx.skip_nonfinite(optax.sgd(0.1))
     updates, _ = optimizer.update(grads, optimizer.init(params), params, grads_finite=finite)

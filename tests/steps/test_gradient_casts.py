@@ -20,6 +20,7 @@ import jmpx.mpx as mpx
 
 SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
 NO_SCALE = jmpx.NoOpLossScale()
+HALF = "by=arguments,c=f16"
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
 X = np.ones((2, 3), np.float32)
 NAMES = {  # -> what casts inside
@@ -65,17 +66,17 @@ def one_warning(name):
 @pytest.mark.parametrize(
     ("name", "policy", "remedy"),
     [
-        ("haiku", None, {"policy": "p=bf16,c=f32"}),
+        ("haiku", "f16", {"policy": "p=bf16,c=f32"}),
         ("linen", "half", {"use_mixed_precision": False}),
         ("nnx", "c=bf16", {"policy": "c=f16", "uncast": 0}),
         ("equinox", "c=f16,o=f32", {"policy": "c=f16", "uncast": (0, 1)}),
-        ("autocast", None, {"policy": "c=f16", "uncast": -2}),
+        ("autocast", "half", {"policy": "c=f16", "uncast": -2}),
     ],
 )
 def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, policy, remedy):
     loss, model = inside(name)
     with one_warning(NAMES[name]):
-        value, *_ = jmpx.value_and_grad(loss, SCALE, policy=policy)(model, X)
+        value, *_ = jmpx.value_and_grad(loss, SCALE, policy=f"by=arguments,{policy}")(model, X)
     assert value == 1  # the weight is rounded, though its module runs in float32
     remedies: list[Any] = [{"policy": "full"}, remedy]
     for options in remedies:
@@ -91,7 +92,7 @@ def test_a_context_outside_of_the_gradient_function_warns_too(name):
     loss = lambda params, x: net.apply(params, x).sum()  # noqa: E731
     with policies("c=bf16,o=f32"):
         with one_warning(NAMES[name]):
-            jmpx.grad(loss, SCALE)(net.model, X)
+            jmpx.grad(loss, SCALE, policy=HALF)(net.model, X)
         jmpx.grad(loss, SCALE, policy="full")(net.model, X)
 
 
@@ -99,7 +100,7 @@ def test_a_view_that_is_an_argument_warns():
     model = zoo.drawn("equinox", one_layer, 2, 3).model
     view = jmpx.equinox.with_policies(model, "c=f32")
     with one_warning("jmpx.equinox.with_policies"):
-        jmpx.grad(lambda view, x: view(x).sum(), SCALE)(view, X)
+        jmpx.grad(lambda view, x: view(x).sum(), SCALE, policy=HALF)(view, X)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,14 +110,15 @@ def test_what_was_jitted_and_traced_outside_warns_inside(name):
     half = jax.tree.map(lambda leaf: leaf.astype(F16), model)
     jitted(half, X.astype(F16))  # of the dtypes that it is to be called with
     with one_warning(NAMES[name]):
-        jmpx.grad(jitted, SCALE, policy="c=f16")(model, X)
+        jmpx.grad(jitted, SCALE, policy=HALF)(model, X)
     jitted(half, X.astype(F16))  # and no warning outlives the gradient function
 
 
 def test_two_kinds_of_casts_are_named_in_one_warning():
     loss, model = inside("equinox")
     with one_warning("jmpx.autocast and jmpx.equinox.with_policies"):
-        jmpx.grad(lambda model, x: jmpx.autocast(loss)(model, x), SCALE)(model, X)
+        run = lambda model, x: jmpx.autocast(loss)(model, x)  # noqa: E731
+        jmpx.grad(run, SCALE, policy=HALF)(model, X)
 
 
 @pytest.mark.thorough
@@ -128,9 +130,9 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
         return jmpx.grad(of_x, SCALE, policy=inner_policy)(x)[2].astype(F32).sum()
 
     for outer_policy, inner_policy, warns in [
-        ("c=f16", "full", True),  # what the outer one rounded, the inner one does not restore
-        ("c=f16", "c=f16", True),
-        ("full", "c=f16", True),
+        (HALF, "full", True),  # what the outer one rounded, the inner one does not restore
+        (HALF, HALF, True),
+        ("full", HALF, True),
         ("full", "full", False),
     ]:
         context = one_warning("jmpx.equinox.with_policies") if warns else contextlib.nullcontext()
@@ -142,7 +144,7 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
 def test_what_rounds_nothing_warns_of_nothing():
     loss, model = inside("equinox")
     half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
-    jmpx.grad(loss, SCALE, policy="p=bf16,c=bf16")(half, X.astype(jnp.bfloat16))
+    jmpx.grad(loss, SCALE, policy="by=arguments,p=bf16,c=bf16")(half, X.astype(jnp.bfloat16))
     plain = lambda model, x: model(x).sum()  # noqa: E731
     others: list[Any] = [
         jmpx.force_full_precision(plain),
@@ -151,7 +153,7 @@ def test_what_rounds_nothing_warns_of_nothing():
         lambda model, x: plain(jmpx.equinox.with_policies(model), x),  # no policy at all
     ]
     for other in others:
-        jmpx.grad(other, SCALE)(model, X)
+        jmpx.grad(other, SCALE, policy=HALF)(model, X)
 
 
 # Arguments that are left uncast
@@ -185,14 +187,14 @@ def test_arguments_are_left_uncast():
     ones = np.ones(2, np.float32)
     for options, count, keywords, expected in UNCAST:
         seen.clear()
-        grad_fn = jmpx.grad(loss, SCALE, policy="c=f16", **options)
+        grad_fn = jmpx.grad(loss, SCALE, policy=HALF, **options)
         *_, grads = grad_fn(*[ones] * count, **dict.fromkeys(keywords, ones))
         assert grads.dtype == np.float32
         assert {name for name, dtype in seen.items() if dtype == "float32"} == expected, options
 
 
 def test_callables_without_a_signature_name_what_is_passed():
-    grad = jmpx.grad(jnp.add, SCALE, policy="c=f16", uncast=1)
+    grad = jmpx.grad(jnp.add, SCALE, policy=HALF, uncast=1)
     with jax.numpy_dtype_promotion("standard"):
         assert grad(jnp.ones(()), jnp.ones(()))[2] == 1
 
@@ -200,8 +202,8 @@ def test_callables_without_a_signature_name_what_is_passed():
 # A whole policy map
 
 
-RULES = "c=bf16,o=f32; */head: f32"
-NO_CAST = "casts nothing by policy map .* pass the whole model as an argument"
+RULES = "by=modules,c=bf16,o=f32; */head: f32"
+NO_CAST = "casts nothing by policy map .* or pass the whole model as an argument"
 
 
 def plain_loss(params, x):
@@ -222,7 +224,7 @@ def case_of(name) -> tuple[Any, Any, str]:
 @pytest.mark.parametrize(
     ("policy", "make", "jit"),
     [
-        ("c=half,o=f32; Second: full", jmpx.value_and_grad, True),
+        ("by=modules,c=half,o=f32; Second: full", jmpx.value_and_grad, True),
         (jmpx.get_policy_map("by=modules,c=bf16"), jmpx.grad, False),
     ],
     ids=["a string", "a map"],
@@ -249,7 +251,7 @@ def test_each_function_warns_for_itself():
     with warns_once(__file__, NO_CAST):
         jmpx.grad(plain_loss, NO_SCALE, policy=RULES)(PARAMS, X)
     with pytest.raises(RuntimeError, match="in the middle"):
-        jmpx.grad(fail, SCALE)(jnp.ones(1))
+        jmpx.grad(fail, SCALE, policy=HALF)(jnp.ones(1))
     casting, model = inside("equinox")
     jmpx.grad(casting, SCALE, policy="full")(model, X)
     # Other casts do not follow a map.
@@ -299,7 +301,7 @@ def test_an_inner_gradient_function_is_told_apart():
 
     for policies in ((RULES, RULES), ("full", RULES), (RULES, "full")):
         outer(*policies)
-    for policies in ((RULES, "c=bf16,o=f32"), ("c=bf16,o=f32", RULES)):
+    for policies in ((RULES, "by=arguments,c=bf16"), ("by=arguments,c=bf16", RULES)):
         with warns_once(__file__, "has cast its arguments to 16 bits before jmpx.haiku.policies"):
             outer(*policies)
 
@@ -353,11 +355,11 @@ def test_which_policies_need_a_scale(rng):
     def loss(w, x):
         return mean_square(*jmpx.autocast(lambda w, x: (w * 1.0, x), "c=f16")(w, x))
 
-    for policy in ("c=f16; Linear: full", "c=bf16; Linear: f16"):
+    for policy in ("by=modules,c=f16; Linear: full", "by=modules,c=bf16; Linear: f16"):
         with pytest.warns(UserWarning) as caught:
             jmpx.grad(loss, NO_SCALE, policy=policy)(*arguments)
         assert any("in float16 without a loss scale" in str(w.message) for w in caught)
-    for policy in ("c=bf16", "full", "params=f16,c=f32,o=f16"):
+    for policy in ("c=bf16", "full", "by=arguments,params=f16,c=f32,o=f16"):
         jmpx.grad(mean_square, NO_SCALE, policy=policy)(*arguments)
     off = mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False, policy="c=f16")
     off(*arguments)
@@ -396,7 +398,7 @@ def test_parameters_in_16_bits_are_warned_of_unless_they_are_meant(framework, wa
     if way == "arguments":  # a frozen base, which is closed over or another argument
         step("c=bf16,o=f32", lambda scale, x: loss(model, x * scale), jnp.ones(()))
         step("c=bf16,o=f32", lambda scale, x, m=model: loss(m, x * scale), jnp.ones(()))
-        apply = jmpx.apply_policy(loss, "c=bf16,o=f32")
+        apply = jmpx.apply_policy(loss, "by=arguments,c=bf16,o=f32")
         jax.eval_shape(apply, model, X)
 
 

@@ -19,6 +19,7 @@ in_16_bits = pytest.mark.filterwarnings(  # on purpose
 )
 
 NO_SCALE = jmpx.NoOpLossScale()
+HALF = "by=arguments,c=f16"
 
 # Values
 
@@ -30,7 +31,7 @@ NO_SCALE = jmpx.NoOpLossScale()
 def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng):
     # To the bit: a power of two scales exactly, as long as nothing over- or underflows.
     params, x = make_params(rng), normal(rng, 5, 6)
-    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}")
+    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"by=arguments,c={policy}")
     value, scaling, finite, grads = (jax.jit(grad_fn) if jit else grad_fn)(params, x)
     reference = jax.jit(functools.partial(by_hand, dtype=POLICIES[policy]))
     expected_value, expected = reference(params, x)
@@ -127,9 +128,9 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
     def tiny(w):
         return (w * jnp.asarray(2.0**-12, w.dtype) * jnp.asarray(2.0**-14, w.dtype)).sum()
 
-    _, _, grads = jmpx.grad(tiny, jmpx.StaticLossScale(2.0**14), policy="c=f16")(w)
+    _, _, grads = jmpx.grad(tiny, jmpx.StaticLossScale(2.0**14), policy=HALF)(w)
     np.testing.assert_array_equal(grads, jax.grad(tiny)(w))
-    _, _, lost = jmpx.grad(tiny, NO_SCALE, policy="c=f16")(w)
+    _, _, lost = jmpx.grad(tiny, NO_SCALE, policy=HALF)(w)
     np.testing.assert_array_equal(lost, np.zeros(16))
 
 
@@ -204,7 +205,7 @@ def test_keyword_arguments_aux_and_what_is_cast(rng):
         return (aux["hidden"] * scale).sum(), aux
 
     arguments = {"scale": jnp.float32(0.5), "labels": jnp.arange(5), "name": "train"}
-    options = {"has_aux": True, "policy": "c=bf16"}
+    options = {"has_aux": True, "policy": "by=arguments,c=bf16"}
     grad_fn = jmpx.value_and_grad(with_aux, jmpx.DynamicLossScale(2.0), **options)
     (value, aux), scaling, finite, grads = grad_fn(params, x, **arguments)
     assert seen == {"x": jnp.bfloat16, "scale": jnp.bfloat16, "labels": jnp.int32, "name": "train"}

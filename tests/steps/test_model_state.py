@@ -70,7 +70,9 @@ def test_without_a_scale_nothing_is_added(rng):
         return loss.astype(jnp.float32), state
 
     def taken(scale):
-        return lambda *args: tuple(grad_fn(averaged, scale, policy="c=f16")(*args))[::3]
+        return lambda *args: tuple(grad_fn(averaged, scale, policy="by=arguments,c=f16")(*args))[
+            ::3
+        ]
 
     by_hand = jax.value_and_grad(cast, has_aux=True)
     lowered = [jax.jit(f).lower(params, STATE, x) for f in (taken("none"), by_hand)]
