@@ -49,20 +49,18 @@ def check_loss_scale(value: object, remedy: str | None = None) -> None:
         return
     if remedy is None:
         remedy = "write jmpx.NoOpLossScale(), or for float16 jmpx.DynamicLossScale()"
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, str):
+            is_scale = _is_loss_scale_text(value)
+            scale, policy = f"jmpx.get_loss_scale({value!r})", f"policy={value!r}"
+            remedy = f"write {scale if is_scale else f'{policy} beside a loss scale'}"
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             remedy = f"write jmpx.StaticLossScale({value!r}) or jmpx.DynamicLossScale({value!r})"
-        elif isinstance(value, str):
-            remedy = (
-                f"write jmpx.get_loss_scale({value!r})"
-                if _is_scale(value)
-                else (f"write jmpx.NoOpLossScale() here, and policy={value!r}")
-            )
     raise TypeError(
         f"Expected a loss scale as the second argument, got {describe(value)}: {remedy}."
     )
 
 
-def _is_scale(text: str) -> bool:
+def _is_loss_scale_text(text: str) -> bool:
     try:
         get_loss_scale(text, policy="float16")
     except ValueError:

@@ -144,8 +144,8 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
         finite = jmpx.all_finite(grads)
         return value, scaling.adjust(finite), finite, grads
 
-    options = {"policy": "by=arguments,c=bf16", "over": AXIS}
-    ours = jmpx.value_and_grad(loss_fn, jmpx.DynamicLossScale(), **options)
+    scale, policy = jmpx.DynamicLossScale(), "by=arguments,c=bf16"
+    ours = jmpx.value_and_grad(loss_fn, scale, policy=policy, over=AXIS)
     args = make_params(rng), normal(rng, DEVICES, 2, 6)
     steps = [over_batch(run, how) for run in (lambda *args: tuple(ours(*args)), by_hand)]
     assert_same_bits(*(step(*args) for step in steps))
