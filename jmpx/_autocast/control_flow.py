@@ -42,7 +42,7 @@ def function_call(operation: Operation) -> list[Value]:
     pending = [i for i, value in enumerate(values) if value.pending]
     of_operands = {key: params[key] for key in _OF_OPERANDS if pending and key in params}
     more = {key: (*each, *(each[i] for i in pending)) for key, each in of_operands.items()}
-    arrays += [values[i].to(values[i].pending) for i in pending]
+    arrays += [value.to(value.pending) for value in values if value.pending]
     results = bind_arrays(operation.equation, arrays, **{key: inner}, **more)
     return list(map(Value.of, results, retraced.results))
 

@@ -202,7 +202,9 @@ def _retraced(
         for i, dtype in enumerate(place.result_dtypes):
             outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
         if place.rounds:
-            outputs = [Value(v.to(v.pending), False, v.tangent) if v.pending else v for v in outputs]
+            outputs = [
+                Value(v.to(v.pending), False, v.tangent) if v.pending else v for v in outputs
+            ]
         results[:] = [output.traits for output in outputs]
         return [output.array for output in outputs]
 

@@ -143,14 +143,14 @@ def _is_normalized(roots: Mapping[Atom, int], equation: Equation, found: Collect
 def _roots(jaxpr: Jaxpr) -> dict[Atom, int]:
     """Returns roots of arrays, and what is made of them and of no more numbers: how many each."""
     roots: dict[Atom, int] = {}
+    counts: dict[Atom, int] = {}  # of numbers in what is made of broadcast arrays
     for equation in jaxpr.eqns:
         name, read = operation_name(equation.primitive.name), variables(equation)
-        if name in ROOTS and read and read[0].aval.size > 1:
-            roots[equation.outvars[0]] = read[0].aval.size
-        elif name in COPIES or name in ELEMENTWISE:
-            size = max((roots.get(atom, 0) for atom in read), default=0)
-            if size and all(atom in roots or atom.aval.size <= size for atom in read):
-                roots[equation.outvars[0]] = size
+        if read and (name in COPIES or name in ELEMENTWISE):
+            (result,) = equation.outvars
+            counts[result] = count = max(counts.get(atom, atom.aval.size) for atom in read)
+            if count > 1 and (name in ROOTS or count == max(roots.get(atom, 0) for atom in read)):
+                roots[result] = count
     return roots
 
 

@@ -156,17 +156,17 @@ def _with_running_statistics(operation: Operation) -> Operation:
     normalized, equation = operation.neighbours.normalized, operation.equation
     if not normalized or operation.name not in _SCALING or not _is_default(operation):
         return operation
-    atoms = equation.outvars if operation.name == "sub" else equation.invars
+    # Of `(x - mean) * root`, and of `x * scale * root`.
+    atoms = equation.outvars if operation.name == "sub" else (*equation.invars, *equation.outvars)
     if not any(not core.is_literal(atom) and atom in normalized for atom in atoms):
         return operation
     if not any(value.dtype in LOW or value.pending for value in operation.values):
         return operation
-    size = operation.result.aval.size
     return operation._replace(
         values=[
-            dataclasses.replace(v, is_weak=False, data=False, source=None, statistic=v.array.size)
-            if v.dtype == FLOAT32 and not v.pending and 1 < v.array.size < size
-            else v
-            for v in operation.values
+            dataclasses.replace(value, is_weak=False, data=False, source=None, statistic=1)
+            if value.dtype == FLOAT32 and value.is_weak and value.array.size > 1
+            else value
+            for value in operation.values
         ]
     )
