@@ -11,11 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast.explained import tracing_explained
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import attention_explained, warnings_of
+from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
@@ -138,8 +139,9 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    with fact_set(AUTOCAST, key), products, attention_explained():
-        traced = core.trace(pure, (state, *args), kwargs)
+    fn = args[0] if pure.fn is apply else pure.fn
+    with fact_set(AUTOCAST, key), products, tracing_explained(fn, by) as name:
+        traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
     replaced = changes.replaced()
@@ -158,7 +160,7 @@ def evaluated(
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, seen):
+    for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

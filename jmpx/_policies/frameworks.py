@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -100,6 +100,10 @@ class Adapter:
     def current_policy(self) -> Policy | None:
         """Returns the policy under which the framework itself runs a method, None without one."""
         return None
+
+    def held(self) -> Iterable[object]:
+        """Returns the parameters and the state that a running function of the framework holds."""
+        return ()
 
     def noted_casts(self) -> AbstractContextManager[None]:
         """Notes, while the context lasts, what the framework itself casts by class policies."""
