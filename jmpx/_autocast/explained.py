@@ -6,9 +6,10 @@ any call of jmpx. JAX's message names the function that it traced, so that name 
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from jmpx._base.leaves import PyTree
@@ -22,46 +23,50 @@ _UNREAD = (
     jax.errors.TracerArrayConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+# Of these, those that `jax.grad` alone raises, too.
+_UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # What is in the message of a TypeError for the same reason.
 _UNREAD_TEXT = re.compile(r"Tracer\.__format__|Shapes must be .*Tracer")
 _TRACED = "traced by jmpx's autocast"  # is in the name that JAX knows
 _WAYS = "by=arguments or by=modules"
 
 
-@contextlib.contextmanager
-def tracing_explained(fn: Callable[..., PyTree], by: str) -> Iterator[str]:
-    """Adds a note to an error of a function under autocast that comes of tracing it.
-
-    Yields the name that JAX is to give the function in its errors.
-    """
-    # In a body that JAX traces anyway, arrays have no numbers, whatever the way.
-    has_numbers = all(body == "derivative" for body in core.enclosing_bodies())
+def traced_name(fn: Callable[..., PyTree]) -> str:
+    """Returns the name by which JAX's errors are to call a function that autocast traces."""
     kept = f"return what it keeps, as in a list, or write {_WAYS}"
-    name = f"{getattr(fn, '__name__', type(fn).__name__)} ({_TRACED}: {kept})"
-    before = _held()
+    return f"{getattr(fn, '__name__', type(fn).__name__)} ({_TRACED}: {kept})"
+
+
+@contextlib.contextmanager
+def tracing_explained(by: str, name: str) -> Iterator[None]:
+    """Adds a note to an error that comes of tracing a function; JAX knows it by the name."""
+    around, before = core.enclosing_bodies(), _held()
     try:
-        yield name
+        yield
         for key, array in _held().items():
             if key not in before:
                 jnp.ravel(array)  # JAX raises its error, unless in a body, where it does later
     except Exception as error:
-        note = _note(error, name, by, has_numbers)
+        note = _note(error, name, by, around)
         if note:
             error.add_note(note)
         raise
 
 
-def _held() -> dict[int, object]:
+def _held() -> dict[int, jax.Array]:
     """Returns the traced arrays that frameworks keep for the functions around this one."""
     arrays = (array for adapter in imported_adapters() for array in adapter.held())
     return {id(array): array for array in arrays if isinstance(array, jax.core.Tracer)}
 
 
-def _note(error: Exception, name: str, by: str, has_numbers: bool) -> str:
-    """Returns what to say of an error; empty if it would not be another one by other ways."""
+def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) -> str:
+    """Returns what to say of an error; empty if all ways have it.
+
+    What is `around` the call are bodies that JAX traces, which have no numbers, and derivatives.
+    """
     text = str(error)
     use = "use jmpx.apply_policy with" if by == "jmpx.autocast" else "write"
-    as_it_is = f"{use} {_WAYS}, which runs the function as it is"
+    as_it_is = f"{use} {_WAYS}, which run the function as it is"
     if isinstance(error, NotImplementedError) and "must be fp16" in text:
         return (
             "Autocast changes dtypes after JAX has traced this: cast q, k and v before "
@@ -78,10 +83,12 @@ def _note(error: Exception, name: str, by: str, has_numbers: bool) -> str:
     is_unread |= isinstance(error, TypeError) and _UNREAD_TEXT.search(text) is not None
     # JAX names the innermost function that it traces, which may be in a `jax.jit` of the user.
     is_ours = "while tracing the function" not in text or name in text
-    if is_unread and is_ours and has_numbers:
+    has_numbers = is_ours and {*around} <= {"derivative"}
+    if is_unread and has_numbers:
+        but = ", but for `float` and NumPy on what is differentiated"
         return (
             f"{by} traces the function to cast its operations, so that Python reads no number of "
-            f"an array in it: {as_it_is}."
+            f"an array in it: {as_it_is}{but if around and type(error) in _UNDERIVED else ''}."
         )
     if type(error).__name__ == "TraceContextError" and has_numbers:  # of Flax
         return (

@@ -11,7 +11,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jmpx._autocast.explained import tracing_explained
+from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.saving import Saving, get_saving
@@ -136,8 +136,8 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    fn = args[0] if pure.fn is apply else pure.fn
-    with fact_set(AUTOCAST, key), products, tracing_explained(fn, by) as name:
+    name = traced_name(args[0] if pure.fn is apply else pure.fn)
+    with fact_set(AUTOCAST, key), products, tracing_explained(by, name):
         traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
@@ -156,7 +156,8 @@ def evaluated(
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
-    results = interpreter.evaluate(traced.jaxpr, values, "", ends)
+    with tracing_explained(by, name):
+        results = interpreter.evaluate(traced.jaxpr, values, "", ends)
     for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)

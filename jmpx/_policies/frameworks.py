@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 from jmpx._base.contexts import Hook
+from jmpx._base.leaves import PyTree
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -101,7 +102,7 @@ class Adapter:
         """Returns the policy under which the framework itself runs a method, None without one."""
         return None
 
-    def held(self) -> Iterable[object]:
+    def held(self) -> Iterable[PyTree]:
         """Returns the parameters and the state that a running function of the framework holds."""
         return ()
 

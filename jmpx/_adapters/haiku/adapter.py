@@ -109,7 +109,7 @@ class _Adapter(Adapter):
     def current_policy(self) -> Policy | None:
         return store.current_policy()
 
-    def held(self) -> list[object]:
+    def held(self) -> list[PyTree]:
         try:
             return jax.tree.leaves((hk.get_params(), hk.get_current_state()))
         except ValueError:  # outside of a transformed function
