@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from jmpx._scales.strings import get_loss_scale as get_loss_scale
     from jmpx._steps.batches import Batch as Batch
     from jmpx._steps.gradient import (
-        filter_grad as filter_grad,
-        filter_value_and_grad as filter_value_and_grad,
+        grad as grad,
+        value_and_grad as value_and_grad,
     )
     from jmpx._steps.metrics import metrics as metrics
     from jmpx._steps.optimizer import (
@@ -84,7 +84,7 @@ else:
             "_base.casts": "cast_to_full cast_to_half cast_tree",
             "_base.dtypes": "half_dtype",
             "_adapters.function_casts": "force_full_precision",
-            "_steps.gradient": "filter_grad filter_value_and_grad",
+            "_steps.gradient": "grad value_and_grad",
             "_scales.kinds": "DynamicLossScale LossScale NoOpLossScale StaticLossScale",
             "_scales.strings": "get_loss_scale",
             "_steps.metrics": "metrics",

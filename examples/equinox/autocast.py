@@ -71,7 +71,7 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
     """Takes one step, in which the policy says what is cast."""
-    loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+    loss, loss_scale, grads_finite, grads = jmpx.value_and_grad(
         loss_fn, loss_scale, policy=MP.policy_map
     )(model, prepared(batch))
     model, opt_state = jmpx.optimizer_update(

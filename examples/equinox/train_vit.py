@@ -185,7 +185,7 @@ def make_step_of_device(
     """Returns the train step of one device: `(state, batch) -> (state, metrics)`."""
 
     def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+        loss, loss_scale, grads_finite, grads = jmpx.value_and_grad(
             loss_fn,
             state.loss_scale,
             policy=policy_map,

@@ -236,7 +236,7 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, dict[str, jax.Array]]:
-        (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+        (loss, model_state), loss_scale, grads_finite, grads = jmpx.value_and_grad(
             loss_fn, state.loss_scale, True, policy=MP.policy_map, grad_dtype=grad_dtype(), uncast=1
         )(state.params, state.model_state, batch)
         take = grads_finite | (not MP.skip_nonfinite)

@@ -52,7 +52,7 @@ def test_the_core_works_without_optional_packages_and_autocast():
         class Model: ...
         jmpx.set_policy(Model, "c=bf16")
         scaling = jmpx.DynamicLossScale(2.0)
-        _, _, grads = jmpx.filter_grad(lambda w: w.sum(), scaling, policy="c=f16")(jnp.ones(2))
+        _, _, grads = jmpx.grad(lambda w: w.sum(), scaling, policy="by=arguments,f16")(jnp.ones(2))
         print(jmpx.policy_of(Model), jmpx.current_policy(), grads)
         """
     )
