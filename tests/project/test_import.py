@@ -102,7 +102,7 @@ def test_a_step_whose_gradient_function_is_made_inside_is_traced_and_compiled_on
             traced.append(1)
             loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
             scaling = jmpx.NoOpLossScale()
-            return jmpx.filter_grad(loss_fn, scaling, policy="by=operations,c=bf16")(w, x).grads
+            return jmpx.grad(loss_fn, scaling, policy="c=bf16")(w, x).grads
 
         w, x = jax.block_until_ready((jnp.ones((3, 2)), jnp.ones((4, 3))))
         for _ in range(3):
