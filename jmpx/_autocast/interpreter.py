@@ -25,7 +25,7 @@ from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import any_holds, holds, once_per_jaxpr
-from jmpx._jaxprs.marks import is_marking
+from jmpx._jaxprs.marks import is_marking, policy_mark, split_policy
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
@@ -123,7 +123,7 @@ class Interpreter:
 
     def _operation(self, equation: Equation, frame: _Frame) -> Operation:
         name = operation_name(equation.primitive.name)
-        scope = core.scope_within(frame.scope, equation)
+        scope, _ = split_policy(core.scope_within(frame.scope, equation))
         values = [frame.read(atom) for atom in equation.invars]
         if frame.neighbours.is_last(equation):
             values = [value.kept() for value in values]
@@ -222,6 +222,8 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
+    if is_marking() and not split_policy(core.scope_of(operation.equation))[1]:
+        scopes.append(policy_mark(operation.region.policy))
     with core.at_source_of(operation.equation, *scopes, depth=depth):
         return _apply_rule(operation)
 

@@ -11,11 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, begins_norm
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import attention_explained, warnings_of
+from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
@@ -46,8 +47,6 @@ from jmpx._policies.registry import rules_of_classes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
-
-core.import_extend()  # now, because the first call is often inside of a trace
 
 
 @functools.partial(
@@ -135,8 +134,9 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    with fact_set(AUTOCAST, key), products, attention_explained():
-        traced = core.trace(pure, (state, *args), kwargs)
+    name = traced_name(args[0] if pure.fn is apply else pure.fn)
+    with fact_set(AUTOCAST, key), products, tracing_explained(by, name):
+        traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
     replaced = changes.replaced()
@@ -155,8 +155,9 @@ def evaluated(
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
-    results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, seen):
+    with tracing_explained(by, name):
+        results = interpreter.evaluate(traced.jaxpr, values, "", ends)
+    for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -168,6 +169,16 @@ def evaluated(
 def _followed(policy_map: PolicyMap) -> PolicyMap:
     """Returns a policy map with the rules that a context adds, and with policies of classes."""
     policy_map = in_force(policy_map, "jmpx.autocast")
+    for rule in policy_map.rules:
+        if (
+            rule.compute is not None
+            and np.dtype(rule.compute).itemsize > 4
+            and not rule.is_operation
+        ):
+            raise ValueError(
+                f"Cannot follow rule {str(rule)!r} by operations, which widen none: write "
+                "by=modules, or cast the operands in the function."
+            )
     if of_classes := rules_of_classes():
         policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):

@@ -202,7 +202,7 @@ class Scales(Calls):
         ]
         for each in call.args[1:]:
             if named(each, "axis_name"):
-                args.append(argument("over", self._group("over", [each])))
+                args.append(argument("over", each.value))
             else:
                 args.append(each)
         args.append(argument("policy", cst.SimpleString('"full"')))
