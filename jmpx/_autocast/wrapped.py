@@ -47,8 +47,6 @@ from jmpx._policies.registry import rules_of_classes
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
-core.import_extend()  # now, because the first call is often inside of a trace
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -167,6 +165,16 @@ def evaluated(
 def _followed(policy_map: PolicyMap) -> PolicyMap:
     """Returns a policy map with the rules that a context adds, and with policies of classes."""
     policy_map = in_force(policy_map, "jmpx.autocast")
+    for rule in policy_map.rules:
+        if (
+            rule.compute is not None
+            and np.dtype(rule.compute).itemsize > 4
+            and not rule.is_operation
+        ):
+            raise ValueError(
+                f"Cannot follow rule {str(rule)!r} by operations, which widen none: write "
+                "by=modules, or cast the operands in the function."
+            )
     if of_classes := rules_of_classes():
         policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
