@@ -35,6 +35,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
+from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
@@ -138,7 +139,7 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    with fact_set(AUTOCAST, key), products, attention_explained():
+    with fact_set(AUTOCAST, key), products, attention_explained(), summed_in_float32():
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
@@ -157,7 +158,8 @@ def evaluated(
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
-    results = interpreter.evaluate(traced.jaxpr, values, "", ends)
+    with summed_in_float32(False):  # what runs in 16 bits now has a derivative of its own
+        results = interpreter.evaluate(traced.jaxpr, values, "", ends)
     for message in warnings_of(policy_map, interpreter.used, seen):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
