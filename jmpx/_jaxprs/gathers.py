@@ -15,20 +15,19 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
 from jmpx._base.contexts import fact, fact_set
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._jaxprs.core import Array, Aval, Equation, Jaxpr, evaluate, scan_counts_of, with_dtype
 from jmpx._jaxprs.inner import inner_of, once_per_jaxpr, walk
 from jmpx._jaxprs.moves import IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS
 from jmpx._jaxprs.types import Params, Primitive
 
-Bind = Callable[..., Any]
+Bind = Callable[..., PyTree]
 Sources = frozenset[int]  # the operands of a jaxpr whose numbers an array in it holds
 
 _TOPIC = "sums of gathers"
@@ -47,7 +46,7 @@ def _is_narrow(aval: Array | Aval) -> bool:
     return isinstance(dtype, np.dtype) and is_floating_dtype(dtype) and dtype.itemsize < 4
 
 
-def _gather(bind: Bind, operand: Array, indices: Array, **params: Any) -> Array:
+def _gather(bind: Bind, operand: Array, indices: Array, **params: PyTree) -> Array:
     if not _is_narrow(operand) or _picks_once(indices, params):
         return bind(operand, indices, **params)
     rows = bind(lax.convert_element_type(operand, _FLOAT32), indices, **params)
@@ -61,7 +60,7 @@ def _picks_once(indices: Array, params: Params) -> bool:
     return params["unique_indices"] or math.prod(sizes) <= 1
 
 
-def _scan(bind: Bind, *operands: Array, **params: Any) -> list[Array]:
+def _scan(bind: Bind, *operands: Array, **params: PyTree) -> list[Array]:
     """Runs a scan that takes its tables in float32, as it sums their gradients over its turns."""
     jaxpr, (consts, _) = params["jaxpr"], scan_counts_of(params)
     tables = _tables(jaxpr, consts)
@@ -113,12 +112,12 @@ def _taking_float32(jaxpr: Jaxpr, operands: Sources) -> Jaxpr:
     )
 
 
-def _have_run(primitive: Primitive, run: Callable[..., Any]) -> None:
+def _have_run(primitive: Primitive, run: Callable[..., PyTree]) -> None:
     """Has a primitive run by a function, `run(bind, *operands, **params)`, where sums are so."""
     bind = primitive.bind
 
     @functools.wraps(bind)
-    def look(*operands: Array, **params: Any) -> Any:
+    def look(*operands: Array, **params: PyTree) -> PyTree:
         if fact(_TOPIC) is None:
             return bind(*operands, **params)
         return run(bind, *operands, **params)
