@@ -44,7 +44,8 @@ cast = jmpx.mpx.cast_to_bfloat16
 
 
 def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) -> Way:
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy, **options)
+    scale = jmpx.NoOpLossScale()
+    grad_fn = jmpx.value_and_grad(loss_fn, scale, policy=f"by=arguments,{policy}", **options)
 
     def value_and_grad(*args: Any) -> Gradients:
         result = grad_fn(*args)

@@ -78,9 +78,7 @@ def network(number: int, policy: str) -> Callable[[], Any]:
     def run() -> Any:
         loss_fn = lambda mlp, x: mlp(x).astype(jnp.float32).sum()  # noqa: E731
         scaling = jmpx.NoOpLossScale()
-        return eqx.filter_jit(jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)).lower(
-            mlp, x
-        )
+        return eqx.filter_jit(jmpx.value_and_grad(loss_fn, scaling, policy=policy)).lower(mlp, x)
 
     return run
 

@@ -203,7 +203,8 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     @jax.jit
     @jmpx.inspect.emulate
     def step(params: PyTree, opt_state: Any, loss_scale: Any, text: jax.Array) -> Any:
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, loss_scale, policy=policy)
+        by_arguments = jmpx.PolicyMap(policy, by="arguments")
+        grad_fn = jmpx.value_and_grad(loss_fn, loss_scale, policy=by_arguments)
         _, loss_scale, finite, grads = grad_fn(params, text)
         return *jmpx.optimizer_update(params, optimizer, opt_state, grads, finite), loss_scale
 

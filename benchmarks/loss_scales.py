@@ -40,7 +40,7 @@ def batch(step):
 @jax.jit
 def train_step(params, opt_state, loss_scale, x, y):
     """Takes a step in float16."""
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, loss_scale, policy="c=f16,o=f32")
+    grad_fn = jmpx.value_and_grad(loss_fn, loss_scale, policy="by=arguments,c=f16")
     _, loss_scale, finite, grads = grad_fn(params, x, y)
     params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite)
     return params, opt_state, loss_scale, jmpx.metrics(opt_state, loss_scale)

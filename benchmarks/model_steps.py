@@ -62,7 +62,7 @@ def by_modules(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> St
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, scaling = state
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)
+        grad_fn = jmpx.value_and_grad(loss_fn, scaling, policy=policy)
         loss, scaling, _, grads = grad_fn(Network(params, model), *batch)
         return (*steps.update(optimizer, grads.params, params, opt_state), scaling), loss
 

@@ -126,8 +126,9 @@ def train(
     """Trains parameters that are stored in one of the ways, a step for each batch."""
     how = WAYS[way]
     optimizer = how.wrap(optimizer, seed)
-    noop, policy = jmpx.NoOpLossScale(), jmpx.Policy(how.dtype, jnp.float32, jnp.float32)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, noop, policy=policy, grad_dtype=how.grad_dtype)
+    policy = {"by": "arguments", "params": how.dtype, "compute": "float32"}
+    noop = jmpx.NoOpLossScale()
+    grad_fn = jmpx.value_and_grad(loss_fn, noop, policy=policy, grad_dtype=how.grad_dtype)
 
     def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, state = carry

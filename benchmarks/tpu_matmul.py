@@ -174,8 +174,8 @@ def measure_reduction(policy: str, size: int = 512, small: bool = False) -> reco
         return jnp.mean(jnp.square(x @ w).astype(jnp.float32))
 
     def grads(w: jax.Array, x: jax.Array) -> jax.Array:
-        over = jmpx.Over("data")
-        return jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), over=over, policy=policy)(w, x).grads
+        way = f"by=arguments,{policy}"
+        return jmpx.grad(loss_fn, jmpx.NoOpLossScale(), over="data", policy=way)(w, x).grads
 
     mapped = jax.shard_map(
         grads, mesh=mesh, in_specs=(everywhere, rows), out_specs=everywhere, check_vma=False

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from jmpx._scales.strings import get_loss_scale as get_loss_scale
     from jmpx._steps.batches import Batch as Batch
     from jmpx._steps.gradient import (
-        filter_grad as filter_grad,
-        filter_value_and_grad as filter_value_and_grad,
+        grad as grad,
+        value_and_grad as value_and_grad,
     )
     from jmpx._steps.metrics import metrics as metrics
     from jmpx._steps.optimizer import (
@@ -71,6 +71,7 @@ else:
     from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
     from jmpx._base.later import later
     from jmpx._base.of_0_2 import find_names_of_0_2
+    from jmpx._jaxprs import extend as _extend  # noqa: F401
 
     find_names_of_0_2()
 
@@ -83,7 +84,7 @@ else:
             "_base.casts": "cast_to_full cast_to_half cast_tree",
             "_base.dtypes": "half_dtype",
             "_adapters.function_casts": "force_full_precision",
-            "_steps.gradient": "filter_grad filter_value_and_grad",
+            "_steps.gradient": "grad value_and_grad",
             "_scales.kinds": "DynamicLossScale LossScale NoOpLossScale StaticLossScale",
             "_scales.strings": "get_loss_scale",
             "_steps.metrics": "metrics",

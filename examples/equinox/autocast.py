@@ -5,9 +5,9 @@
     python examples/equinox/autocast.py --mp_policy=full
     python examples/equinox/autocast.py --audit
 
-By `by=operations`, the policy sets the dtype of matrix products and convolutions; autocast's rules
-set those of all other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for
-operations (`op.tanh: full`) override it. Rules for operations alone need no `by`.
+The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
+other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for operations
+(`op.tanh: full`) override it.
 """
 
 import sys
@@ -25,7 +25,7 @@ from tqdm import tqdm
 import jmpx
 import jmpx.flags
 
-MP = jmpx.flags.define_mp_flags(default_policy="by=operations,c=bf16")
+MP = jmpx.flags.define_mp_flags(default_policy="c=bf16")
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step.", 1, 1024)
@@ -71,7 +71,7 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
     """Takes one step, in which the policy says what is cast."""
-    loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+    loss, loss_scale, grads_finite, grads = jmpx.value_and_grad(
         loss_fn, loss_scale, policy=MP.policy_map
     )(model, prepared(batch))
     model, opt_state = jmpx.optimizer_update(

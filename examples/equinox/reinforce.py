@@ -216,7 +216,7 @@ def make_step(policy: jmpx.PolicyMap) -> Any:
         groups = rewards.reshape(PROMPTS, ANSWERS, LENGTH)
         advantages = (groups - groups.mean(axis=1, keepdims=True)).reshape(rewards.shape)
         given = Answers(texts, scores, advantages)
-        gradient = jmpx.filter_value_and_grad(loss_fn, scaling, has_aux=True, policy=policy)
+        gradient = jmpx.value_and_grad(loss_fn, scaling, has_aux=True, policy=policy)
         (_, kl), scaling, finite, grads = gradient(model, given)
         model, state = jmpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
         return model, state, scaling, (rewards.mean(), kl)

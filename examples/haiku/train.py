@@ -1,12 +1,12 @@
 """Trains a small residual network on handwritten digits, in the precision that flags set.
 
     python examples/haiku/train.py --mp_policy=params=float32,compute=bfloat16,output=float32
-    python examples/haiku/train.py "--mp_policy=c=f16,o=f32; */linear: c=f32,m=highest" \
+    python examples/haiku/train.py "--mp_policy=c=f16; */linear: c=f32,m=highest" \
         --mp_loss_scale=dynamic,init=2**15,period=500
-    python examples/haiku/train.py --mp_policy=by=operations,c=bf16,save=products
+    python examples/haiku/train.py --mp_policy=c=bf16,save=products
 
-The first casts the arguments of the loss, the second what its modules compute, by rules, and the
-third is autocast: the string alone says so, and the program stays the same.
+All three cast operations. The second has a rule for the last layer, the third saves memory; with
+`by=modules` or `by=arguments` in the string, the same program casts in another way.
 
 Parameters that are stored in 16 bits lose small updates, unless they are rounded otherwise:
 
@@ -20,11 +20,11 @@ other commands look at the same step:
     python -m jmpx audit examples/haiku/train.py:make -- --mp_policy=c=bf16
 
 Which parts of it need float32, jmpx finds out. Its gradients at the start are 14 % off in bfloat16
-and 4.8 % in float16, because the kinks of `relu` jump: `by=operations,c=f16,save=products` is
+and 4.8 % in float16, because the kinks of `relu` jump: `c=f16,save=products` is
 better here, at 216 of 929 KiB that are kept for the backward pass.
 
     python -m jmpx choose examples/haiku/train.py:make_losses --error 0.05 \
-        --policy by=operations,c=f16
+        --policy c=f16
 
 The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded.
 """
@@ -236,7 +236,7 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, dict[str, jax.Array]]:
-        (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+        (loss, model_state), loss_scale, grads_finite, grads = jmpx.value_and_grad(
             loss_fn, state.loss_scale, True, policy=MP.policy_map, grad_dtype=grad_dtype(), uncast=1
         )(state.params, state.model_state, batch)
         take = grads_finite | (not MP.skip_nonfinite)

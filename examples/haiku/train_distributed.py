@@ -91,7 +91,7 @@ def make_step(
     )
     def step(progress: Progress, batch: train.Data) -> tuple[Progress, jax.Array, jax.Array]:
         state = progress.state
-        (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+        (loss, model_state), loss_scale, grads_finite, grads = jmpx.value_and_grad(
             loss_fn,
             state.loss_scale,
             has_aux=True,

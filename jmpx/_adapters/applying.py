@@ -16,8 +16,8 @@ from jmpx._adapters.set_parameters import refuse_set
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.delayed import check_runs_at_once
-from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import PyTree, is_array, is_floating
+from jmpx._base.dtypes import DTypeLike, dtype_name
+from jmpx._base.leaves import PyTree, is_array, is_floating, spell
 from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
@@ -35,6 +35,7 @@ from jmpx._policies.frameworks import Creation, imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
+from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
 F = TypeVar("F", bound=Callable[..., PyTree])
@@ -64,46 +65,48 @@ def apply_policy(
 ) -> PyTree:
     """Makes a function run in mixed precision under a policy.
 
-    The key `by` in the default part of the policy says how to apply it:
+    It casts operations, as `jmpx.autocast` does: its first argument has to hold the parameters,
+    which stay as they are stored, and results have the dtypes that they have without a policy. The
+    key `by` in the default part of the policy names the two other ways; docs/which_way.md compares
+    the three:
 
-    - `by=arguments` casts the floating arguments to the compute dtype before the call. Floating
-      results that are narrower than the output dtype are widened to it.
     - `by=modules` casts at the calls of modules: like `policies` for Haiku and Linen, and like
       `with_policies` for Equinox and NNX modules among the arguments.
-    - `by=operations` runs it under autocast; its first argument has to hold the parameters.
+    - `by=arguments` casts the floating arguments to the compute dtype before the call.
 
-    Without `by`, the rules decide; docs/which_way.md compares the three.
+    By operations and by arguments, floating results that are narrower than the output dtype are
+    widened to it.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
             with arguments.
-        policy: anything that `get_policy_map` takes, or a `MixedPrecision`. None means `half`,
-            whose dtype is looked up when the function is called.
-        uncast: the positions and names of arguments that are left as they are. With `by=modules`,
-            the outermost module gets them so, and modules inside of it cast as ever. With
-            `by=operations`, matmuls cast them anyway.
+        policy: anything that `get_policy_map` takes, or a `MixedPrecision`.
+        uncast: the positions and names of arguments that are left as they are. By operations,
+            matmuls cast them anyway. With `by=modules`, the outermost module gets them so, and
+            modules inside of it cast as ever.
 
     Returns:
         A function with the arguments and results of `func`.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument is of another type, or there is no policy.
         ValueError: if a string does not follow the grammar, a call lacks an `uncast` argument, or
             `func` sets a parameter of NNX that is cast.
 
     Warns:
-        UserWarning: if a rule has no effect; when called, if there is nothing to cast, if something
-            inside casts arguments again, or if arrays of a model come back rounded.
+        UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
+            to cast, if something inside casts arguments again, or if arrays of a model come back
+            rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
         >>> def f(w, x):
         ...     return jax.nn.softmax(x @ w)
         >>> w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
-        >>> for policy in "c=bf16", "c=bf16,o=f32", "by=operations,c=bf16":
+        >>> for policy in "c=bf16", "by=arguments,c=bf16", "by=arguments,c=bf16,o=f32":
         ...     print(jmpx.apply_policy(f, policy)(w, x).dtype)
-        bfloat16
         float32
+        bfloat16
         float32
     """
     if func is None:
@@ -114,10 +117,9 @@ def apply_policy(
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
     check_runs_at_once(func)
-    checked = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
+    application = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
 
     def transform(pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
-        application = checked.now()
         with application.products(), application.creation():
             return application.run(pure, state, args, kwargs)
 
@@ -135,7 +137,6 @@ class Application(NamedTuple):
     func: Function
     uncast: UncastArguments
     name: str  # the function that applies the map, as the user calls it
-    is_half: bool = False  # whether the policy map is still to be looked up
     stored: PyTree = None  # the first argument, if the one given to `run` was widened before
 
     @classmethod
@@ -143,17 +144,26 @@ class Application(NamedTuple):
         cls, policy: MixedPrecisionLike | None, func: Function, uncast: UncastArguments, name: str
     ) -> "Application":
         """Checks a policy when a function is made, and warns of rules that it will not follow."""
+        if policy is None:
+            raise TypeError(
+                f'{name} needs a policy: write policy="c=bf16", policy="c=f16", which needs a '
+                'jmpx.DynamicLossScale, or policy="full" for float32.'
+            )
         if isinstance(policy, MixedPrecision):
             policy = policy.policy_map
-        policy_map = get_policy_map("float16" if policy is None else policy)
+        policy_map = get_policy_map(policy)
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
-            end = f", as {name} casts arguments alone by it: write by=modules or by=operations."
+            end = f", as {name} casts arguments alone by it: leave by out, or write by=modules."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
-        return cls(policy_map, func, uncast, name, policy is None)
-
-    def now(self) -> "Application":
-        """Returns this with `half` looked up, which asks JAX for its backend and starts it."""
-        return self._replace(policy_map=get_policy_map("half")) if self.is_half else self
+        output = policy_map.default.output_dtype
+        is_narrow = policy_map.writes_output and np.dtype(output).itemsize < 4
+        if is_narrow and policy_map.way == "operations":
+            _warn(
+                f"The output dtype {dtype_name(output)} of policy map {str(policy_map)!r} has no "
+                f"effect: {name} casts operations by it, and returns results in the dtypes that "
+                "they have without a policy: leave o= out, or write by=modules or by=arguments."
+            )
+        return cls(policy_map, func, uncast, name)
 
     @property
     def reduce_dtype(self) -> DTypeLike | None:
@@ -161,8 +171,8 @@ class Application(NamedTuple):
         return None if self.policy_map is None else self.policy_map.default.reduce_dtype
 
     def products(self) -> AbstractContextManager[object]:
-        """Returns the context in which products use the algorithm of the arguments' policy."""
-        if self.policy_map is None or self.policy_map.way != "arguments":
+        """Returns the context in which products use the algorithm of the default policy."""
+        if self.policy_map is None or self.policy_map.way == "modules":
             return contextlib.nullcontext()
         policy = self.policy_map.default
         return matmul_region(policy.matmul_precision, policy.compute_dtype)
@@ -201,7 +211,7 @@ class Application(NamedTuple):
         """Runs a function with its arguments cast, and its results widened."""
         policy = policy_map.default
         inputs, keywords = self.uncast.exempt(skip_kept(policy.cast_to_compute), args, kwargs)
-        compute, size = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype).itemsize
+        compute = np.dtype(policy.compute_dtype)
         if compute.itemsize < 4 and not _has_any_to_cast((args, kwargs)):
             self._warn_of_nothing("arguments, as no floating array stands among them")
         before = args[:1] if self.stored is None else (self.stored,)
@@ -220,12 +230,7 @@ class Application(NamedTuple):
                 f"rounded parameters: write by={way} into its policy, or leave its first argument "
                 "uncast by uncast=0."
             )
-
-        def widened(leaf: PyTree) -> PyTree:
-            is_narrow = is_floating(leaf) and leaf.dtype.itemsize < size
-            return policy.cast_to_output(leaf) if is_narrow else leaf
-
-        return jax.tree.map(widened, result), updates
+        return _widened(policy, result), updates
 
     def _by_modules(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
@@ -263,8 +268,8 @@ class Application(NamedTuple):
     def _warn_of_nothing(self, way: str) -> None:
         _warn(
             f"{self.name} casts nothing by policy map {str(self.policy_map)!r}, which it applies "
-            f"by {way}: pass the whole model as an argument, in place of a part of it or of "
-            "closing over it, or write another way: by=arguments, by=modules or by=operations."
+            f"by {way}: leave by out, which casts operations, or pass the whole model as an "
+            "argument, in place of a part of it or of closing over it."
         )
 
     def _by_operations(
@@ -274,10 +279,32 @@ class Application(NamedTuple):
         from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
         from jmpx._autocast.wrapped import evaluated
 
-        saving = get_saving(policy_map.save)
+        self.uncast.check(args, kwargs)
+        policy, saving = policy_map.default, get_saving(policy_map.save)
+        compute = np.dtype(policy.compute_dtype)
+        first = [leaf for leaf in jax.tree.leaves((state, args[:1])) if is_floating(leaf)]
+        narrow = [leaf for leaf in first if 2 <= leaf.dtype.itemsize < compute.itemsize]
+        if narrow and compute.itemsize >= 4:
+            _warn(
+                f"{self.name} casts operations by policy map {str(policy_map)!r}, which widens "
+                f"nothing: {spell(narrow[0])} in the first argument stays as it is, so write "
+                f"by=arguments to compute with it in {dtype_name(compute)}."
+            )
         # State is statistics, and the parameters of NNX objects of which the function is a method.
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
-        return run(pure, state, args, kwargs, is_loss=True)
+        result, updates = run(pure, state, args, kwargs, is_loss=True)
+        return _widened(policy, result), updates
+
+
+def _widened(policy: Policy, result: PyTree) -> PyTree:
+    """Returns the result of a function; floating arrays are no narrower than the output dtype."""
+    size = np.dtype(policy.output_dtype).itemsize
+
+    def widened(leaf: PyTree) -> PyTree:
+        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < size
+        return policy.cast_to_output(leaf) if is_narrow else leaf
+
+    return jax.tree.map(widened, result)
 
 
 def _has_any_to_cast(tree: PyTree) -> bool:

@@ -53,6 +53,10 @@ class UncastArguments(NamedTuple):
         trees = [found[place] for place in own._places(len(args), kwargs) if place in found]
         return [leaf for leaf in jax.tree.leaves(trees) if is_floating(leaf)]
 
+    def check(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Refuses a call that has not all of these arguments."""
+        self._places(len(args), kwargs)
+
     def exempt(
         self,
         change: Callable[[Arguments], Arguments],

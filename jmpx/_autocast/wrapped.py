@@ -48,8 +48,6 @@ from jmpx._policies.registry import rules_of_classes
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
-core.import_extend()  # now, because the first call is often inside of a trace
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -125,12 +123,9 @@ def evaluated(
     key = policy_map.default, policy_map.rules, save
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
-    policy_map = in_force(policy_map, "jmpx.autocast")
-    if of_classes := rules_of_classes():
-        policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
-    for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
-        if dtype is not None:
-            check_computes(dtype)
+    policy_map = _followed(policy_map)
+    if is_loss and save is None and _casts_nothing(policy_map):
+        return pure(state, *args, **kwargs)  # also what a trace would refuse, such as `if x > 0`
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)
     seen = set[Module]()
@@ -167,6 +162,36 @@ def evaluated(
     triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
     with jax.named_scope(RESTORE):
         return traced.rebuild([_restored(*triple) for triple in triples])
+
+
+def _followed(policy_map: PolicyMap) -> PolicyMap:
+    """Returns a policy map with the rules that a context adds, and with policies of classes."""
+    policy_map = in_force(policy_map, "jmpx.autocast")
+    for rule in policy_map.rules:
+        if (
+            rule.compute is not None
+            and np.dtype(rule.compute).itemsize > 4
+            and not rule.is_operation
+        ):
+            raise ValueError(
+                f"Cannot follow rule {str(rule)!r} by operations, which widen none: write "
+                "by=modules, or cast the operands in the function."
+            )
+    if of_classes := rules_of_classes():
+        policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
+    for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
+        if dtype is not None:
+            check_computes(dtype)
+    return policy_map
+
+
+def _casts_nothing(policy_map: PolicyMap) -> bool:
+    """Whether a policy map leaves all operations, and the algorithm of products, as they are."""
+    if fact(AUTOCAST) is not None:
+        return False
+    policy = policy_map.default
+    is_wide = np.dtype(policy.compute_dtype).itemsize >= 4 and policy.matmul_precision is None
+    return is_wide and not policy_map.rules and region_setting() is None
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:
@@ -256,8 +281,8 @@ def autocast(
     while JAX traces: put `jax.jit` around the train step. See docs/autocast.md.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
-    float32 output. For a whole loss, write `by=operations` in the policy of `apply_policy` or of a
-    gradient function. Inside autocast of the same policy, it is a plain call.
+    float32 output. For a whole loss, use `apply_policy` or a gradient function. Inside autocast of
+    the same policy, it is a plain call.
 
     Args:
         fn: any callable of pytrees, modules of Equinox and NNX included; None to decorate with

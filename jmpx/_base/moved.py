@@ -7,17 +7,19 @@ ROOMS = ("", ".inspect", ".optim", ".distributed", ".types", ".mpx")
 RENAMED = {
     "Wire": "jmpx.inspect.Collectives",
     "describe": "jmpx.inspect.describe_precision",
+    "filter_grad": "jmpx.grad",
+    "filter_value_and_grad": "jmpx.value_and_grad",
     "loss_scale_from": "jmpx.get_loss_scale with the to_dict() of what was saved",
     "wire": "jmpx.inspect.collectives",
 }
 # The arguments of gradient functions in jmpx 0.2, MPX and JAX: what to write instead.
 GRADIENT_ARGUMENTS = {
-    "accumulate_steps": "batch=jmpx.Batch(microbatches=...)",
-    "axis_name": 'over=jmpx.Over("data")',
+    "accumulate_steps": "microbatches=...",
+    "axis_name": 'over="data"',
     "batch_argnums": "batch=jmpx.Batch(argnums=...)",
     "batch_sharding": "batch=jmpx.Batch(sharding=...)",
     "dtype": 'policy="c=bf16"',
-    "microbatches": "batch=jmpx.Batch(microbatches=...)",
+    "scaling": "the loss scale as the second argument, or loss_scale=...,",
     "sharded": 'over=jmpx.Over("data", sharded=...)',
     "uncast_argnames": "uncast=...",
     "uncast_argnums": "uncast=...",

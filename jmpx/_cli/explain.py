@@ -13,7 +13,7 @@ def explain(precision: str) -> list[str]:
     mixed = get_mixed_precision(precision)
     policy_map = mixed.policy_map
     saves = f", save={policy_map.save}" if policy_map.save else ""
-    why = "by= says so" if policy_map.by else "write by=... to choose"
+    why = "by= says so" if policy_map.by else "by=modules or by=arguments would say otherwise"
     return [
         *_map_lines(policy_map),
         f"applied by: {policy_map.way}{saves} ({why})",

@@ -94,7 +94,7 @@ _COMMANDS = {
             },
             "--error": {"type": float, "required": True, "help": "the bound, such as 0.01"},
             "--policy": {
-                "default": "by=operations,c=bf16",
+                "default": "c=bf16",
                 "help": "the policy to which rules are added, %(default)s if it is left out",
             },
             "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100 or a100"},

@@ -28,7 +28,7 @@ Says: TypeAlias = bool | Literal["own"]
 class Over:
     """A mapped axis over which a gradient function averages, and which parameters are its shards.
 
-    It is the option `over` of `filter_value_and_grad` and `filter_grad` under `jax.shard_map`,
+    It is the option `over` of `value_and_grad` and `grad` under `jax.shard_map`,
     `jax.pmap` and `jax.vmap`. The value is averaged in float32, the gradients in the policy's
     reduce; unset, in float32 or the wider dtype of a parameter. The flag and the loss scale are the
     same on the whole axis.
@@ -53,7 +53,7 @@ class Over:
         >>> def loss_fn(w, x):
         ...     return jnp.mean((x @ w) ** 2)
         >>> noop = jmpx.NoOpLossScale()
-        >>> grad_fn = jmpx.filter_grad(loss_fn, noop, policy="c=bf16,r=f32", over=jmpx.Over("data"))
+        >>> grad_fn = jmpx.grad(loss_fn, noop, policy="c=bf16,r=f32", over=jmpx.Over("data"))
         >>> batch = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))])  # of two devices
         >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.ones(3), batch).grads
         Array([[3., 3., 3.],

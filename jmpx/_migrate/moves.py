@@ -26,12 +26,14 @@ DYNAMIC_SCALE = {
     "scale": "loss_scale",
 }
 # Arguments of the gradient functions of jmpx 0.2: the new argument, and its own argument there.
+GRADIENT_FUNCTIONS = ("jmpx.filter_grad", "jmpx.filter_value_and_grad")
 GRADIENT = {
     "accumulate_steps": ("batch", "microbatches"),
     "axis_name": ("over", "axis_name"),
     "batch_argnums": ("batch", "argnums"),
     "batch_sharding": ("batch", "sharding"),
     "microbatches": ("batch", "microbatches"),
+    "scaling": ("loss_scale", ""),
     "sharded": ("over", "sharded"),
     "uncast_argnames": ("uncast", ""),
     "uncast_argnums": ("uncast", ""),

@@ -13,7 +13,7 @@ from jmpx._migrate.marks import CLASS, OTHER_CLASS
 from jmpx._migrate.names import Facts
 
 _WRITE_STEP = (
-    "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad(loss_fn, "
+    "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad(loss_fn, "
     'dynamic_scale, policy="full")(params)'
 )
 _VALUE_AND_GRAD = m.Call(m.Attribute(attr=m.Name("value_and_grad")))
@@ -202,11 +202,11 @@ class Scales(Calls):
         ]
         for each in call.args[1:]:
             if named(each, "axis_name"):
-                args.append(argument("over", self._group("over", [each])))
+                args.append(argument("over", each.value))
             else:
                 args.append(each)
         args.append(argument("policy", cst.SimpleString('"full"')))
-        function = cst.parse_expression("jmpx.filter_value_and_grad")
+        function = cst.parse_expression("jmpx.value_and_grad")
         return with_args(call, args).with_changes(func=function)
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:

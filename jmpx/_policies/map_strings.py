@@ -23,7 +23,7 @@ from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
 from jmpx._policies.rules import Rule, is_selector
 from jmpx._policies.strings import (
-    DTYPES,
+    BARE,
     ELSEWHERE,
     KEYS,
     MAP_KEYS,
@@ -49,10 +49,9 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
     Semicolons separate the parts. The part without a selector is the default: the policy of the
-    outermost call as a whole, float32 if left out. It may also say how `jmpx.apply_policy` and the
-    gradient functions apply the map: `by=arguments`, `by=modules` or `by=operations`. With the
-    last, `save=products` or `save=products+attention` saves memory. Without `by`, rules for classes
-    or paths mean modules, only rules for operations mean operations, and no rules mean arguments.
+    outermost call as a whole, float32 if left out. `jmpx.apply_policy` and the gradient functions
+    cast operations by it, unless it says `by=modules` or `by=arguments`. By operations,
+    `save=products` or `save=products+attention` saves memory.
 
     Every other part is a rule, `selector: policy`. A selector is a class name such as `BatchNorm`
     or `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which contains `/` or `*`;
@@ -150,7 +149,7 @@ def map_of(entries: list[Entry], found: Found) -> PolicyMap:
 def _make_map(fields: dict[str, Field], rules: Iterable[Rule]) -> PolicyMap:
     """Returns the policy map of the fields of its default part, and of its rules."""
     how = {name: fields.pop(name) for name in HOW if name in fields}
-    return PolicyMap(complete(fields), tuple(rules), **how)
+    return PolicyMap(complete(fields), tuple(rules), **how, writes_output="output" in fields)
 
 
 def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
@@ -167,7 +166,7 @@ def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
         if ":" in part.text:
             rules.append(_parse_rule(part))
         elif default is None:
-            default = parse_fields(part, DTYPES, MAP_KEYS)
+            default = parse_fields(part, BARE, MAP_KEYS)
         else:
             raise ValueError(
                 f"Second default {part.value!r}{part.at}: write 'selector: policy' for all "

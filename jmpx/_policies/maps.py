@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from jmpx._base.mappings import Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
-from jmpx._policies.policy import Policy, PolicyLike
+from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts
 from jmpx._policies.rules import Rule
 
 # What the default part of a policy map may say besides its policy, and the words for it.
@@ -44,9 +46,12 @@ class PolicyMap:
         default: the policy of the outermost call as a whole.
         rules: the rules. If several match a call, the last one of them applies.
         by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
-            "modules" or "operations"; None leaves it to the rules, see `way`.
+            "modules" or "operations"; None means operations, see `way`.
         save: "products" or "products+attention" saves memory where the map is applied by
             operations, see `jmpx.autocast`.
+        writes_output: whether the string or the mapping of the default has `o=`. By operations,
+            results are never narrowed, and a narrow one that is written gets a warning. An output
+            dtype that is not that of the compute dtype counts as written.
 
     Raises:
         ValueError: if `by` or `save` is unknown, or `save` stands beside another way than
@@ -58,7 +63,7 @@ class PolicyMap:
         >>> str(policy_map)
         'params=float32,compute=bfloat16,output=float32; BatchNorm: compute=float32'
         >>> policy_map.way
-        'modules'
+        'operations'
     """
 
     __module__ = "jmpx"
@@ -67,8 +72,12 @@ class PolicyMap:
     rules: tuple[Rule, ...] = ()
     by: str | None = None
     save: str | None = None
+    writes_output: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        output, compute = self.default.output_dtype, self.default.compute_dtype
+        says_more = output != compute or (self.writes_output and np.dtype(output).itemsize < 4)
+        object.__setattr__(self, "writes_output", says_more)
         for name, word in self._how().items():
             object.__setattr__(self, name, read_how(name, Located(word, "jmpx.PolicyMap")))
         others = [rule.compute for rule in self.rules]
@@ -77,22 +86,19 @@ class PolicyMap:
         if self.save is not None and self.way != "operations":
             raise ValueError(
                 f"Cannot apply save={self.save} of policy map {str(self)!r} by {self.way}: it says "
-                "what operations keep for the backward pass, so write by=operations beside it, or "
-                "leave it out."
+                "what operations keep for the backward pass, so leave out by=, or leave out save=."
             )
 
     @property
     def way(self) -> str:
         """How the map is applied: "arguments", "modules" or "operations".
 
-        That is `by`. Without it, rules for classes or paths mean modules, rules for operations
-        alone mean operations, and no rules mean arguments.
+        That is `by`. Without it, it is operations; a subclass of `Policy` that overrides casts is
+        applied by arguments, as no other way would call them.
         """
         if self.by is not None:
             return self.by
-        if not self.rules:
-            return "arguments"
-        return "operations" if all(rule.is_operation for rule in self.rules) else "modules"
+        return "arguments" if overrides_casts(self.default) else "operations"
 
     def applied_by(self, way: str, name: str) -> "PolicyMap":
         """Returns the map without `by` and `save`, for a function that applies maps in one way.
@@ -144,18 +150,24 @@ class PolicyMap:
         Example:
             >>> import jmpx
             >>> jmpx.get_policy_map("f32; op.exp: bf16").to_dict() == {
-            ...     "policy": {"params": "float32", "compute": "float32", "output": "float32"},
+            ...     "policy": {"params": "float32", "compute": "float32"},
             ...     "rules": [{"select": "op.exp", "compute": "bfloat16"}],
             ... }
             True
         """
         rules = [rule.to_dict() for rule in self.rules]
-        return {"policy": self.default.to_dict(), "rules": rules, **self._how()}
+        return {"policy": self._fields(), "rules": rules, **self._how()}
 
     def __str__(self) -> str:
         """Returns the policy map string."""
-        how = [f"{name}={word}" for name, word in self._how().items()]
-        return "; ".join([",".join([*how[:1], str(self.default), *how[1:]]), *map(str, self.rules)])
+        fields = {"by": self.by, **self._fields(), "save": self.save}
+        default = ",".join(f"{key}={value}" for key, value in fields.items() if value is not None)
+        return "; ".join([default, *map(str, self.rules)])
+
+    def _fields(self) -> dict[str, str]:
+        """Returns what the string says of the default; the output dtype only if it was written."""
+        fields = given_fields(self.default)
+        return {k: v for k, v in fields.items() if k != "output" or self.writes_output}
 
     def _how(self) -> dict[str, str]:
         words = {name: getattr(self, name) for name in HOW}
@@ -176,8 +188,8 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
     for rule in policy_map.rules:
         if rule.is_operation:
             end = (
-                ", as rules for operations hold by=operations and in jmpx.autocast alone: write "
-                f"by=operations, or '{rule.selector}?' where the map is for modules, too."
+                ", as rules for operations hold by=operations and in jmpx.autocast alone: leave by "
+                f"out, or write '{rule.selector}?' where the map is for modules, too."
             )
             warn_of(rule, policy_map, "module", end, stacklevel + 1)
         elif seen and not any(rule.matches(cls, path) for cls, path in seen):

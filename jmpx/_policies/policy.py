@@ -117,6 +117,12 @@ class Policy:
         return f"{type(self).__name__}({fields})"
 
 
+def overrides_casts(policy: Policy) -> bool:
+    """Whether a policy is of a subclass that casts in its own way."""
+    names = ("cast_to_param", "cast_to_compute", "cast_to_output")
+    return any(getattr(type(policy), name) is not getattr(Policy, name) for name in names)
+
+
 # What `get_policy` takes.
 PolicyLike: TypeAlias = str | Policy | MappingLike | DTypeLike
 

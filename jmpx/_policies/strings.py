@@ -36,8 +36,9 @@ from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
 
 Field: TypeAlias = Any  # a dtype, or a word, by the key
 
-# The fields that a policy without keys sets.
 DTYPES = ("params", "compute", "output")
+# The fields that a policy without keys sets: the output dtype follows, and is not written.
+BARE = ("params", "compute")
 
 # The keys of a policy string, and the fields that they set.
 KEYS = {
@@ -50,16 +51,16 @@ KEYS = {
 MAP_KEYS = KEYS | {name: name for name in HOW}  # of the default part of a policy map
 
 # Lightning's precision strings, then Keras's. The mixed ones of Lightning return float32, those of
-# Keras return the compute dtype.
+# Keras return the compute dtype, as a policy does that writes no output dtype.
 _PRESETS = {
     "bf16-mixed": ("float32", "bfloat16", "float32"),
     "16-mixed": ("float32", "float16", "float32"),
-    "bf16-true": ("bfloat16", "bfloat16", "bfloat16"),
-    "16-true": ("float16", "float16", "float16"),
-    "32-true": ("float32", "float32", "float32"),
-    "64-true": ("float64", "float64", "float64"),
-    "mixed_bfloat16": ("float32", "bfloat16", "bfloat16"),
-    "mixed_float16": ("float32", "float16", "float16"),
+    "bf16-true": ("bfloat16", "bfloat16"),
+    "16-true": ("float16", "float16"),
+    "32-true": ("float32", "float32"),
+    "64-true": ("float64", "float64"),
+    "mixed_bfloat16": ("float32", "bfloat16"),
+    "mixed_float16": ("float32", "float16"),
 }
 
 _NO_RULES = (
@@ -140,7 +141,7 @@ float8_*; did you mean 'bfloat16'?
             f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
             "a policy."
         )
-    return complete(read_fields(Located(policy), DTYPES, KEYS))
+    return complete(read_fields(Located(policy), BARE, KEYS))
 
 
 def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
@@ -187,7 +188,7 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
         )
     preset = _PRESETS.get(first.value.lower())
     if preset is not None:
-        return dict(zip(DTYPES, map(parse_dtype, preset), strict=True)) | fields
+        return dict(zip(DTYPES, map(parse_dtype, preset), strict=False)) | fields
     return dict.fromkeys(bare, _read_dtype(first, _PRESETS)) | fields
 
 

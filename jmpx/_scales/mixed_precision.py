@@ -116,7 +116,7 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     Example:
         >>> import jmpx
         >>> print(jmpx.get_mixed_precision("c=f16; op.exp: f32 | dynamic, init=2**10"))
-        params=float32,compute=float16,output=float16; op.exp: compute=float32 | dynamic,init=1024
+        params=float32,compute=float16; op.exp: compute=float32 | dynamic,init=1024
         >>> scale = {"type": "static", "init": 1024}
         >>> print(jmpx.get_mixed_precision({"policy": "16-mixed", "loss_scale": scale}))
         params=float32,compute=float16,output=float32 | static=1024

@@ -2,7 +2,7 @@
 
 The way through it, in the order of reading:
 
-1. `gradient`: `filter_value_and_grad` and `filter_grad`. `options` checks what they are given,
+1. `gradient`: `value_and_grad` and `grad`. `options` checks what they are given,
    `results` has what they return.
 2. `differentiation`: one call of a gradient function, from the arguments to the flag that says
    whether all gradients are finite. `arrays` takes the parameters out of the first argument,

@@ -60,7 +60,7 @@ class Batch:
         >>> import jax.numpy as jnp, jmpx
         >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> batch = jmpx.Batch(microbatches=4)
-        >>> grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="bf16", batch=batch)
+        >>> grad_fn = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy="bf16", batch=batch)
         >>> grad_fn(jnp.ones(3), jnp.ones((8, 3))).grads  # each part has seen two examples
         Array([6., 6., 6.], dtype=float32)
     """

@@ -21,6 +21,7 @@ from jmpx._base.leaves import (
 from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
+from jmpx._scales.strings import get_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
 from jmpx._storage.low_precision_params import LowPrecisionParamsState
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
@@ -42,12 +43,29 @@ def check_whole(value: object, name: str, remedy: str = "give for example 50") -
     return int(value)
 
 
-def check_loss_scale(value: object, remedy: str) -> None:
+def check_loss_scale(value: object, remedy: str | None = None) -> None:
     """Refuses anything but a loss scale as the second argument of a function."""
-    if not is_loss_scale(value):
-        raise TypeError(
-            f"Expected a loss scale as the second argument, got {describe(value)}: {remedy}."
-        )
+    if is_loss_scale(value):
+        return
+    if remedy is None:
+        remedy = "write jmpx.NoOpLossScale(), or for float16 jmpx.DynamicLossScale()"
+        if isinstance(value, str):
+            is_scale = _is_loss_scale_text(value)
+            scale, policy = f"jmpx.get_loss_scale({value!r})", f"policy={value!r}"
+            remedy = f"write {scale if is_scale else f'{policy} beside a loss scale'}"
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            remedy = f"write jmpx.StaticLossScale({value!r}) or jmpx.DynamicLossScale({value!r})"
+    raise TypeError(
+        f"Expected a loss scale as the second argument, got {describe(value)}: {remedy}."
+    )
+
+
+def _is_loss_scale_text(text: str) -> bool:
+    try:
+        get_loss_scale(text, policy="float16")
+    except ValueError:
+        return False
+    return True
 
 
 def check_skip_by(skip_by: object) -> None:

@@ -1,5 +1,6 @@
 """The functions of `jmpx.mpx` that jmpx has nowhere else: MPX's names, arguments and defaults."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
@@ -12,11 +13,14 @@ from jmpx._adapters.function_casts import force_full_precision as _force_full_pr
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap
 from jmpx._scales.arguments import LARGEST_FLOAT16
 from jmpx._scales.dynamic import DynamicLossScale, register_pytree
 from jmpx._scales.kinds import LossScale
+from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 from jmpx._steps.gradient import P, ScalingT, ValueT, gradients_of, value_and_gradients_of
-from jmpx._steps.options import GradientOptions, Options, with_options_spelled
+from jmpx._steps.options import MpxOptions, Options, with_options_spelled
 from jmpx._steps.results import ValueAndGradients
 
 T = TypeVar("T")
@@ -172,18 +176,19 @@ def calculate_scaled_grad(
     return gradient
 
 
-@with_options_spelled
+@with_options_spelled(needs_policy=False)
 def filter_value_and_grad(
     func: Callable[P, ValueT],
     scaling: ScalingT,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    **options: Unpack[GradientOptions],
+    **options: Unpack[MpxOptions],
 ) -> Callable[P, ValueAndGradients[ValueT, ScalingT]]:
     """Makes a function that computes a loss and its gradients, as MPX's of this name.
 
-    It is `jmpx.filter_value_and_grad` with MPX's fourth argument (arXiv 2507.03312, section 3.4).
-    Without a policy, the arguments are cast to `half_precision_datatype()`, as it is at the call.
+    It is `jmpx.value_and_grad` with MPX's fourth argument (arXiv 2507.03312, section 3.4), and
+    casts arguments, as MPX does: without a policy to `half_precision_datatype()`, as it is at the
+    call, and by a policy that has neither rules nor `by`.
     With `use_mixed_precision=False`, nothing is cast, scaled or checked, the policy has no effect,
     and the gradient is the plain one, averaged in its own dtype, and cast to `grad_dtype` at the
     end.
@@ -194,13 +199,13 @@ def filter_value_and_grad(
     return _in_half(value_and_gradients_of, func, scaling, has_aux, use_mixed_precision, options)
 
 
-@with_options_spelled
+@with_options_spelled(needs_policy=False)
 def filter_grad(
     func: Callable[P, ValueT],
     scaling: ScalingT,  # pyright: ignore[reportInvalidTypeVarUse]: as of `filter_value_and_grad`
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    **options: Unpack[GradientOptions],
+    **options: Unpack[MpxOptions],
 ) -> Callable[P, PyTree]:
     """Makes a function that computes gradients, otherwise as `filter_value_and_grad`.
 
@@ -217,18 +222,29 @@ def _in_half(
     scaling: LossScale,
     has_aux: bool,
     is_mixed: bool,
-    options: GradientOptions,
+    options: MpxOptions,
 ) -> Callable[..., R]:
     """Makes a gradient function; without a policy, its half precision is that of each call."""
-    if options.get("policy") is not None:
-        return made_of(Options(func, scaling, has_aux, is_mixed, **options))
 
     def make() -> Callable[..., R]:
-        given: GradientOptions = {**options, "policy": np.dtype(_half).name}
+        policy = options.get("policy")
+        given: MpxOptions = {**options, "policy": _by_arguments(policy or np.dtype(_half).name)}
         return made_of(Options(func, scaling, has_aux, is_mixed, **given))
+
+    if options.get("policy") is not None:
+        return make()
 
     @functools.wraps(make(), updated=())
     def wrapper(*args: PyTree, **kwargs: PyTree) -> R:
         return make()(*args, **kwargs)
 
     return wrapper
+
+
+def _by_arguments(policy: MixedPrecisionLike) -> PolicyMap:
+    """Returns the policy map of MPX's functions, which casts arguments unless it says more."""
+    given = policy.policy_map if isinstance(policy, MixedPrecision) else policy
+    policy_map = get_policy_map(given)
+    if policy_map.by is None and not policy_map.rules:
+        return dataclasses.replace(policy_map, by="arguments")
+    return policy_map

@@ -159,7 +159,7 @@ def optimizer_update(
             `optimizer.init(nnx.state(model, nnx.Param))`.
         optimizer: an optax gradient transformation.
         optimizer_state: its state.
-        grads: gradients of the structure of `model`, as `filter_grad` returns them.
+        grads: gradients of the structure of `model`, as `grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
             "where" computes the update and then selects; a flag that is not traced or varies over

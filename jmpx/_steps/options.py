@@ -4,13 +4,14 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, TypeVar
+from typing import Required, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
+from jmpx._base.axes import AxisName
 from jmpx._base.casts import at_least_float32
 from jmpx._base.contexts import may_be_rounded
 from jmpx._base.delayed import check_runs_at_once
@@ -29,28 +30,50 @@ from jmpx._steps.model_state import ModelState
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # a collection of Flax
 
-T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
-class GradientOptions(TypedDict, total=False):
-    """The options of gradient functions, as type checkers see them; `Options` has the defaults."""
+class _OtherOptions(TypedDict, total=False):
+    """The options beside the policy, as type checkers see them; `Options` has the defaults."""
 
-    policy: MixedPrecisionLike | None
     grad_dtype: DTypeLike | None
     uncast: UncastLike
     state_argnum: int | None
+    microbatches: int | None
     batch: Batch | None
-    over: Over | None
+    over: Over | AxisName | None
 
 
-def with_options_spelled(function: FunctionT) -> FunctionT:
+class GradientOptions(_OtherOptions, total=False):
+    """The options of gradient functions."""
+
+    policy: Required[MixedPrecisionLike]
+
+
+class MpxOptions(_OtherOptions, total=False):
+    """The options of MPX's gradient functions, which have a policy of their own."""
+
+    policy: MixedPrecisionLike | None
+
+
+_NAMES = ["policy", *_OtherOptions.__annotations__]
+
+
+def with_options_spelled(needs_policy: bool) -> Callable[[FunctionT], FunctionT]:
     """Gives a function with `**options` the signature in which `help` shows them one by one."""
-    own, made = (inspect.signature(each).parameters.values() for each in (function, Options))
-    parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
-    parameters += [p for p in made if p.kind is p.KEYWORD_ONLY]
-    vars(function)["__signature__"] = inspect.Signature(parameters)
-    return function
+
+    def spelled(function: FunctionT) -> FunctionT:
+        own, made = (inspect.signature(each).parameters.values() for each in (function, Options))
+        parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        parameters += [
+            p.replace(default=p.empty) if p.name == "policy" and needs_policy else p
+            for p in made
+            if p.kind is p.KEYWORD_ONLY
+        ]
+        vars(function)["__signature__"] = inspect.Signature(parameters)
+        return function
+
+    return spelled
 
 
 class Options:
@@ -68,31 +91,32 @@ class Options:
         grad_dtype: DTypeLike | None = None,
         uncast: UncastLike = (),
         state_argnum: int | None = None,
+        microbatches: int | None = None,
         batch: Batch | None = None,
-        over: Over | None = None,
+        over: Over | AxisName | None = None,
         **unknown: object,
     ) -> None:
         _refuse_unknown(unknown)
         if not callable(func):
             raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
         check_runs_at_once(func)
-        check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale()")
+        check_loss_scale(scaling)
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
-        self.over = _option("over", over, Over, 'jmpx.Over("data")')
-        self.batch = _option("batch", batch, Batch, "jmpx.Batch(microbatches=8)") or Batch()
-        _check_one_mean(self.batch, over)
+        self.over = over if over is None or isinstance(over, Over) else Over(over)
+        self.batch = _batch(batch, microbatches)
+        _check_one_mean(self.batch, self.over)
         numbers_of(self.batch.argnums, state_argnum)
         self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
-        if is_mixed and over is None and self.batch.sharding is None:
+        if is_mixed and self.over is None and self.batch.sharding is None:
             _warn_of_reduce(self.applying.reduce_dtype)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         self.model_state = ModelState.of(state_argnum, has_aux)
 
     def applied(self) -> Application:
         """Returns what runs `func` in one call."""
-        application = self.applying.now()
+        application = self.applying
         if not self.is_mixed:
             return application._replace(policy_map=None)
         _warn_of_no_scale(application.policy_map, self.scaling)
@@ -145,26 +169,32 @@ class Options:
         return at_least_float32(array) if self.is_mixed else array
 
 
+def _batch(batch: object, microbatches: int | None) -> Batch:
+    """Returns how the batch is split, which is given by a number or as a whole."""
+    if microbatches is not None:
+        if batch is not None:
+            raise ValueError(
+                f"Cannot split a batch by both microbatches={describe(microbatches)} and batch=: "
+                "write jmpx.Batch(microbatches=...), or leave batch out."
+            )
+        return Batch(microbatches=microbatches)
+    if batch is None or isinstance(batch, Batch):
+        return batch or Batch()
+    raise TypeError(
+        f"Expected batch to be a jmpx.Batch, got {describe(batch)}: write microbatches=8, or for "
+        "example batch=jmpx.Batch(argnums=1, microbatches=8)."
+    )
+
+
 def _refuse_unknown(options: Mapping[str, object]) -> None:
     """Refuses keyword arguments that no gradient function takes."""
     for name in options:
-        known = list(GradientOptions.__annotations__)
         found = GRADIENT_ARGUMENTS.get(name)
-        end = f": write {found} instead." if found else did_you_mean(name, known)
+        end = f": write {found} instead." if found else did_you_mean(name, _NAMES)
         raise TypeError(
-            f"Expected {', '.join(known)} or has_aux as an option of a gradient function, got "
+            f"Expected {', '.join(_NAMES)} or has_aux as an option of a gradient function, got "
             f"{name}{end}"
         )
-
-
-def _option(name: str, value: T | None, cls: type[T], example: str) -> T | None:
-    """Refuses anything but None and a value of one class as an option."""
-    if value is None or isinstance(value, cls):
-        return value
-    raise TypeError(
-        f"Expected {name} to be a jmpx.{cls.__name__}, got {describe(value)}: write for example "
-        f"{name}={example}."
-    )
 
 
 def _check_one_mean(batch: Batch, over: Over | None) -> None:

@@ -15,7 +15,7 @@ ScalingT = TypeVar("ScalingT", bound=LossScale)
 
 @serialized
 class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
-    """The result of a function that `filter_value_and_grad` made; it unpacks as a tuple does.
+    """The result of a function that `value_and_grad` made; it unpacks as a tuple does.
 
     As a pytree it matches its own class alone: a prefix of it, such as `out_specs` of
     `jax.shard_map`, is a `ValueAndGradients` too.
@@ -29,7 +29,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
 
     Example:
         >>> import jax.numpy as jnp, jmpx
-        >>> grad_fn = jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
+        >>> grad_fn = jmpx.value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
         >>> result = grad_fn(jnp.ones(2))
         >>> result.value, result.grads
         (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
@@ -45,7 +45,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
 
 @serialized
 class Gradients(NamedTuple, Generic[ScalingT]):
-    """The result of a function that `filter_grad` made: `ValueAndGradients` without a value."""
+    """The result of a function that `grad` made: `ValueAndGradients` without a value."""
 
     __module__ = "jmpx.types"
 
@@ -56,7 +56,7 @@ class Gradients(NamedTuple, Generic[ScalingT]):
 
 @serialized
 class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
-    """The result of a function that `filter_grad` made with `has_aux`: `Gradients`, and aux."""
+    """The result of a function that `grad` made with `has_aux`: `Gradients`, and aux."""
 
     __module__ = "jmpx.types"
 

@@ -172,7 +172,7 @@ def _warn_of_narrow(grads: PyTree) -> None:
                 "Got gradients of 16 bits for jmpx.optim.low_precision_params, such as "
                 f"{spell(leaf)} at grads{jax.tree_util.keystr(path)}, which were rounded to the "
                 "nearest: keep them in float32 up to the optimizer, by grad_dtype=jnp.float32 of "
-                "jmpx.filter_grad.",
+                "jmpx.grad.",
                 stacklevel=user_stacklevel("jax", "optax", "flax", "equinox"),
             )
             return

@@ -222,7 +222,7 @@ def test_batch_norm_and_its_state():
         return loss_fn(with_policies(model, "c=bf16,o=f32"), *args)
 
     def gradient(f, policy):
-        scaled = jmpx.filter_value_and_grad(
+        scaled = jmpx.value_and_grad(
             f, jmpx.DynamicLossScale(), has_aux=True, policy=policy, state_argnum=1
         )
         return lambda model, x: scaled(model, state, x)
@@ -244,7 +244,7 @@ def test_a_frozen_part_has_no_gradient():
     def loss_fn(trained, frozen, x):
         return jnp.sum(eqx.combine(trained, frozen)(x) ** 2)
 
-    grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy=APPLIED)
+    grad_fn = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy=APPLIED)
     grads = eqx.filter_eval_shape(grad_fn, trained, frozen, X).grads
     assert where(grads) is None
     assert jax.tree.structure(grads) == jax.tree.structure(trained)

@@ -87,7 +87,7 @@ def program(loss_fn, policy, **options):
 
     def run(model, x):
         scaling = jmpx.NoOpLossScale()
-        grads = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy, **options)(model, x)
+        grads = jmpx.value_and_grad(loss_fn, scaling, policy=policy, **options)(model, x)
         vars(model).pop("between", None)  # is set on a view alone
         return grads.value, grads.grads, nnx.state(model)
 
@@ -114,7 +114,7 @@ def test_gradients_and_programs_are_those_of_a_view(loss_fn, batch):
 
 
 def filter_grad(f):
-    grad_fn = jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale(), policy="bf16")
+    grad_fn = jmpx.value_and_grad(f, jmpx.NoOpLossScale(), policy="bf16")
     return lambda model, x: grad_fn(model, x).value
 
 

@@ -43,7 +43,7 @@ def test_the_program_of_a_gradient_function_is_that_of_casts_by_hand():
         return loss_fn(*jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x)))
 
     def step(params, x):
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16")
+        grad_fn = jmpx.value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="by=arguments,c=bf16")
         loss, _, _, grads = grad_fn(params, x)
         return loss, grads
 

@@ -102,7 +102,7 @@ def check(grads, most=2**-8):
 @pytest.mark.parametrize("lookup", LOOKUPS)
 def test_any_lookup_by_arguments(lookup):
     loss = LOOKUPS[lookup]
-    grad_fn = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="by=arguments,c=bf16")
+    grad_fn = jmpx.grad(loss, jmpx.NoOpLossScale(), policy="by=arguments,c=bf16")
     check(jax.jit(grad_fn)(TABLE).grads)
     check(jax.grad(jmpx.apply_policy(loss, "by=arguments,c=bf16"))(TABLE))  # eagerly
 
@@ -112,7 +112,7 @@ def test_any_lookup_by_arguments(lookup):
 @pytest.mark.parametrize("framework", LAYERS)
 def test_layers_of_the_frameworks(framework, way):
     loss, model, table = LAYERS[framework]
-    grad_fn = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy=f"by={way},c=bf16")
+    grad_fn = jmpx.grad(loss, jmpx.NoOpLossScale(), policy=f"by={way},c=bf16")
     check(table(grad_fn(model).grads))
     derivative = DERIVATIVES.get(framework, jax.grad)
     check(table(derivative(jmpx.apply_policy(loss, f"by={way},c=bf16"))(model)))
@@ -134,7 +134,7 @@ def test_contexts_and_views(framework):
 def stored(table, way):
     policy = f"by={way},c=bf16,p=bf16"
     loss, scaling = LOOKUPS["index"], jmpx.NoOpLossScale()
-    grad_fn = jmpx.filter_grad(loss, scaling, policy=policy, grad_dtype=jnp.float32)
+    grad_fn = jmpx.grad(loss, scaling, policy=policy, grad_dtype=jnp.float32)
     return grad_fn(table.astype(jnp.bfloat16)).grads
 
 
@@ -149,7 +149,7 @@ def sharded(table):
         loss = lambda t, w: jnp.sum(t[tokens].astype(jnp.float32) * w.astype(jnp.float32)) * 8  # noqa: E731
         over = jmpx.Over(AXIS)
         policy = "by=arguments,c=bf16"
-        grad_fn = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy=policy, over=over)
+        grad_fn = jmpx.grad(loss, jmpx.NoOpLossScale(), policy=policy, over=over)
         return grad_fn(table, weights).grads
 
     specs = {"in_specs": (P(), P(AXIS), P(AXIS)), "out_specs": P()}
@@ -161,7 +161,7 @@ def in_microbatches(table):
         return jnp.sum((table[tokens] * weights).astype(jnp.float32)) * 4
 
     batch, scaling = jmpx.Batch(microbatches=4), jmpx.NoOpLossScale()
-    grad_fn = jmpx.filter_grad(loss, scaling, policy="by=arguments,c=bf16", batch=batch)
+    grad_fn = jmpx.grad(loss, scaling, policy="by=arguments,c=bf16", batch=batch)
     return grad_fn(table, TOKENS, WEIGHTS).grads
 
 

@@ -401,7 +401,7 @@ def test_state_of_float8_layers_comes_as_it_is_or_is_refused(policy):
     params = model.init(jax.random.key(0), x)
     loss = lambda *given: jnp.mean(jnp.asarray(model.apply(*given)) ** 2)  # noqa: E731
     expected, none = jax.jit(jax.grad(loss))(params, x), jmpx.NoOpLossScale()
-    grads = jax.jit(jmpx.filter_grad(loss, none, policy=policy))(params, x).grads
+    grads = jax.jit(jmpx.grad(loss, none, policy=policy))(params, x).grads
     assert_same_bits(grads["_overwrite_with_gradient"], expected["_overwrite_with_gradient"])
     for scaling, options in (
         (jmpx.StaticLossScale(1024), {}),
@@ -410,4 +410,4 @@ def test_state_of_float8_layers_comes_as_it_is_or_is_refused(policy):
         (none, {"over": jmpx.Over("data")}),
     ):
         with pytest.raises(ValueError, match="new state of a float8 layer of Flax at .*amax_hist"):
-            jmpx.filter_grad(loss, scaling, policy=policy, **options)(params, x)
+            jmpx.grad(loss, scaling, policy=policy, **options)(params, x)

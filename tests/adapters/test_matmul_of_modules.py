@@ -269,7 +269,7 @@ def test_a_region_in_16_bits_inside_of_float32_code_with_a_dot_algorithm(framewo
         return (run(x) @ jnp.ones((3, 3))).sum()
 
     scaling = jmpx.NoOpLossScale()
-    gradient = jmpx.filter_value_and_grad(loss, scaling, policy="p=f32,m=BF16_BF16_F32_X3")
+    gradient = jmpx.value_and_grad(loss, scaling, policy="p=f32,m=BF16_BF16_F32_X3")
     assert sorted(ways(gradient, XS)) == ["bf16 DEFAULT"] * 2 + [f"f32 {X3}"] * 2
     marked = jmpx.full_precision(loss, matmul="BF16_BF16_F32_X3")
     assert ways(marked, XS) == ["bf16 DEFAULT", f"f32 {X3}"]

@@ -18,7 +18,7 @@ import jmpx.haiku
 
 COUNT = 3
 # Its options come from tables, whose types pyright does not follow.
-filter_value_and_grad: Any = jmpx.filter_value_and_grad
+value_and_grad: Any = jmpx.value_and_grad
 # The layers of the frameworks promote dtypes within their own code.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -69,7 +69,7 @@ def equinox_case(key, x):
 
 def gradients(loss, count, policy, **options):
     batch = jmpx.Batch(microbatches=count)
-    return filter_value_and_grad(
+    return value_and_grad(
         loss, jmpx.NoOpLossScale(), has_aux=True, policy=policy, batch=batch, **options
     )
 

@@ -84,7 +84,7 @@ def loss(f):
 def functions(f, way):
     """What runs `f` by a way: a call, a gradient, and one of micro-batches."""
     policy = WAYS[way]
-    grad = lambda **o: jmpx.filter_grad(loss(f), jmpx.NoOpLossScale(), policy=policy, **o)  # noqa: E731
+    grad = lambda **o: jmpx.grad(loss(f), jmpx.NoOpLossScale(), policy=policy, **o)  # noqa: E731
     return [jmpx.apply_policy(f, policy), grad(), grad(batch=jmpx.Batch(microbatches=2))]
 
 

@@ -35,6 +35,7 @@ def run(net, outer, inner):
 @pytest.mark.parametrize("outer", ["c=bf16", "full"])
 @pytest.mark.parametrize("inner", ["full", "c=f16"])
 @pytest.mark.filterwarnings("ignore:jmpx.apply_policy has cast its arguments to 16 bits")
+@pytest.mark.filterwarnings("ignore:jmpx.apply_policy casts operations .* widens nothing")
 @pytest.mark.sampled(3)
 def test_an_inner_policy_is_an_island_or_an_error(framework, outer, inner):
     net = zoo.drawn(framework, head, 2, 4)
@@ -63,7 +64,7 @@ def test_a_context_or_a_view_in_float32_is_an_island_in_autocast(framework):
 
 def test_a_gradient_function_without_casts_leaves_modules_to_the_context():
     net = zoo.drawn("haiku", head, 2, 4)
-    grad_fn = jmpx.filter_grad(
+    grad_fn = jmpx.grad(
         lambda model, x: net.apply(model, x).astype(jnp.float32).sum(),
         jmpx.NoOpLossScale(),
         policy="full",

@@ -136,7 +136,7 @@ def test_under_autocast_a_rule_of_its_own_saves_a_convolution():
 
 
 def test_it_is_read_and_written():
-    written = "params=float32,compute=bfloat16,output=bfloat16; */head: product=float32"
+    written = "params=float32,compute=bfloat16; */head: product=float32"
     policy_map = jmpx.get_policy_map("c=bf16; */head: product=fp32")
     assert str(policy_map) == written
     assert jmpx.get_policy_map(written) == policy_map

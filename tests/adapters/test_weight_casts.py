@@ -183,7 +183,7 @@ def test_gradient_functions_cast_a_weight_once(framework):
     def loss_fn(params, x):
         return net.apply(params, x).astype(jnp.float32).sum()
 
-    assert_cast_once(net, jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16"))
+    assert_cast_once(net, jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy="by=arguments,c=bf16"))
 
 
 @pytest.mark.thorough

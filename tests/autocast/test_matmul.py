@@ -428,7 +428,7 @@ def loss(w, x):
 
 
 def in_gradient_function(f, matmul):
-    grad_fn = jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale(), policy=f"p=f32,m={matmul}")
+    grad_fn = jmpx.value_and_grad(f, jmpx.NoOpLossScale(), policy=f"p=f32,m={matmul}")
     return lambda w, x: grad_fn(w, x).grads
 
 

@@ -248,5 +248,5 @@ def test_methods_of_an_nnx_module(rng, cls):
     wrapped = jmpx.autocast(model, output=None)
     assert wrapped.encode(x).dtype == wrapped(x).dtype == BF16
     assert int(model.count[...]) == 2
-    grad_fn = jmpx.filter_grad(lambda m, x: m(x).sum(), jmpx.NoOpLossScale(), policy="c=f16")
+    grad_fn = jmpx.grad(lambda m, x: m(x).sum(), jmpx.NoOpLossScale(), policy="c=f16")
     assert grad_fn(model, x)[2]["w"][...].dtype == F32 and int(model.count[...]) == 3

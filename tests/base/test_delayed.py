@@ -41,7 +41,7 @@ WRAPPERS = {
     "full_precision": jmpx.full_precision,
     "force_full_precision": jmpx.force_full_precision,
     "cast_function": functools.partial(jmpx.mpx.cast_function, dtype=jnp.bfloat16),
-    "gradient": lambda func: jmpx.filter_grad(func, jmpx.NoOpLossScale(), policy="c=bf16"),
+    "gradient": lambda func: jmpx.grad(func, jmpx.NoOpLossScale(), policy="c=bf16"),
 }
 
 

@@ -74,9 +74,7 @@ def test_the_loss_scale_is_shown(string, line, capsys):
 @pytest.mark.parametrize(
     ("string", "line"),
     {
-        "c=bf16": "arguments (write by=... to choose)",
-        "c=bf16; Linear: full; op.exp: f32": "modules (write by=... to choose)",
-        "c=bf16; op.exp: f32": "operations (write by=... to choose)",
+        "c=bf16; Linear: full": "operations (by=modules or by=arguments would say otherwise)",
         "c=bf16,by=arguments": "arguments (by= says so)",
         "by=modules,c=bf16": "modules (by= says so)",
         "by=operations,c=bf16,save=products; */a: full": (

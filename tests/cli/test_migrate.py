@@ -111,7 +111,7 @@ EDITS = {
 
         def step(ds: DynamicScale):
             if ds:
-                g = jmpx.filter_value_and_grad(f, ds, policy="full")
+                g = jmpx.value_and_grad(f, ds, policy="full")
                 for p in ps:
                     loss, ds, ok, grads = g(p)
             else:
@@ -131,17 +131,21 @@ EDITS = {
     "arguments of 0.2": (
         """
         import jmpx as m
-        m.filter_grad(f, s, axis_name="data", policy=p, sharded=mask)
+        m.filter_grad(f, s, axis_name="data", policy="c=f16; Linear: full", sharded=mask)
         m.filter_value_and_grad(
-            f, s, microbatches=8, batch_argnums=(1, 2), uncast_argnums=1
+            f, s, policy="f16", microbatches=8, batch_argnums=1, uncast_argnums=1
         )
+        m.filter_grad(f, microbatches=8, axis_name="data", scaling=s, policy="c=bf16")
+        m.filter_grad(f, s, policy="full"), m.filter_grad(f, s, policy="c=bf16; op.exp: full")
         """,
         """
         import jmpx as m
-        m.filter_grad(f, s, policy=p, over=m.Over("data", sharded=mask))
-        m.filter_value_and_grad(
-            f, s, batch=m.Batch(microbatches=8, argnums=(1, 2)), uncast=1
+        m.grad(f, s, policy="by=modules,c=f16; Linear: full", over=m.Over("data", sharded=mask))
+        m.value_and_grad(
+            f, s, policy="by=arguments,f16", batch=m.Batch(microbatches=8, argnums=1), uncast=1
         )
+        m.grad(f, policy="by=arguments,c=bf16", microbatches=8, over="data", loss_scale=s)
+        m.grad(f, s, policy="full"), m.grad(f, s, policy="c=bf16; op.exp: full")
         """,
     ),
     "DynamicScale": (
@@ -164,8 +168,8 @@ EDITS = {
         def step(state):
             dynamic_scale = state.dynamic_scale
             if dynamic_scale:
-                grad_fn = jmpx.filter_value_and_grad(
-                    loss_fn, dynamic_scale, has_aux=True, over=jmpx.Over("batch"), policy="full"
+                grad_fn = jmpx.value_and_grad(
+                    loss_fn, dynamic_scale, has_aux=True, over="batch", policy="full"
                 )
                 aux, dynamic_scale, finite, grads = grad_fn(state.params)
             return dynamic_scale.loss_scale
@@ -182,7 +186,7 @@ EDITS = {
         import jmpx
 
         dynamic_scale = DynamicScale(loss_scale=8.0)
-        loss, dynamic_scale, finite, grads = jmpx.filter_value_and_grad(f, dynamic_scale, policy="full")(params)
+        loss, dynamic_scale, finite, grads = jmpx.value_and_grad(f, dynamic_scale, policy="full")(params)
         """,  # noqa: E501
     ),
 }
@@ -191,17 +195,13 @@ HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(
 LEFT = {
     "gone from 0.2": ("import jmpx\njmpx.loss_scale_from(x)\n", "write jmpx.get_loss_scale with"),
     "never there": ("import jmpx\njmpx.nothing\n", "jmpx has no nothing"),
-    "two ways to leave uncast": (
-        "import jmpx\njmpx.filter_grad(f, s, uncast_argnums=1, uncast_argnames='y')\n",
-        "write uncast=",
-    ),
     "positional DynamicScale": (
         "import flax.training.dynamic_scale as d\nx = f(dynamic_scale.value_and_grad(g))\n",
-        "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad",
+        "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad",
     ),
     "argnums": (
         "dynamic_scale, ok, v, g = dynamic_scale.value_and_grad(f, argnums=1)(x)\n",
-        "write (loss, dynamic_scale, finite, grads) = jmpx.filter_value_and_grad",
+        "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad",
     ),
     "no import of Flax's class": (
         "from flax import linen\nf(*dynamic_scale.scale)\n",
@@ -246,6 +246,21 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
     assert line == len(lines) and comment.startswith(words)
     assert migrated.text == "".join([*lines[:-1], f"{COMMENT}{comment}\n", lines[-1]])
     assert migrate_source(migrated.text) == migrated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("policy=p", "write by=arguments, or by=modules where"),
+        ("policy='full', uncast_argnums=1, uncast_argnames='y'", "write uncast="),
+    ],
+)
+def test_arguments_that_are_not_certain_have_a_comment_and_the_name_is_new(arguments, words):
+    migrated = migrate_source(f"import jmpx\njmpx.filter_grad(f, s, {arguments})\n")
+    ((line, comment),) = migrated.marks
+    assert line == 2 and comment.startswith(words)
+    after = f"import jmpx\n{COMMENT}{comment}\njmpx.grad(f, s, {arguments})\n"
+    assert migrated.text == migrate_source(after).text == after
 
 
 @pytest.mark.parametrize(
@@ -322,9 +337,10 @@ def test_each_argument_that_is_gone_is_marked(function, argument):
 
 @pytest.mark.parametrize("argument", GRADIENT)
 def test_each_argument_of_gradients_is_one_of_today(argument):
-    given = {"batch_sharding": "P('data')", "sharded": "False, axis_name='data'"}.get(argument, "1")
-    migrated = migrate_source(f"import jmpx\ng = jmpx.filter_grad(f, s, {argument}={given})\n")
-    assert migrated.edits == 1 and migrated.marks == ()
+    given = {"batch_sharding": "P('data')", "sharded": "False, axis_name='data'", "scaling": "s"}
+    scale, value = "" if argument == "scaling" else "s, ", given.get(argument, "1")
+    migrated = migrate_source(f"import jmpx\ng = jmpx.filter_grad(f, {scale}{argument}={value})\n")
+    assert migrated.edits == 3 and migrated.marks == ()  # the name and the policy, too
     namespace = {"f": lambda x: x, "s": jmpx.NoOpLossScale(), "P": PartitionSpec}
     exec(migrated.text, namespace)  # the arguments are accepted
     assert callable(namespace["g"])

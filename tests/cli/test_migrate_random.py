@@ -63,7 +63,7 @@ class Jmpx(Scale):
         return x
 
 
-def filter_value_and_grad(fun, scale, has_aux=False, over=None, policy=None):
+def value_and_grad(fun, scale, has_aux=False, over=None, policy=None):
     assert policy == "full" and isinstance(scale, Jmpx)
     return lambda x: ((fun(x), has_aux, over), scale.after(), True, f"d{x}")
 
@@ -86,7 +86,7 @@ def libraries(migrated):
     if not migrated:
         return {"jmp": jmp, "mpx": mpx, "haiku": haiku, "flax": flax}
     new = {**vars(jmp), **functions(HAIKU.values()), "mpx": mpx, "Over": lambda axis: axis}
-    new |= {"DynamicLossScale": Jmpx, "filter_value_and_grad": filter_value_and_grad}
+    new |= {"DynamicLossScale": Jmpx, "value_and_grad": value_and_grad}
     return {"jmpx": module(**new), "haiku": haiku, "flax": flax}
 
 

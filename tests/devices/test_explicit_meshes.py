@@ -47,7 +47,7 @@ def loss_fn(params, x, y):
 def gradients(policy="c=f32", **options):
     def run(*args):
         scaling = jmpx.DynamicLossScale(8.0)
-        return tuple(jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy, **options)(*args))
+        return tuple(jmpx.value_and_grad(loss_fn, scaling, policy=policy, **options)(*args))
 
     return run
 
@@ -56,7 +56,7 @@ def step(optimizer, to_stored=lambda params: params):
     def run(params, x, y):
         stored = to_stored(params)
         options: Any = {"policy": "c=f32", "grad_dtype": "float32"}
-        found = jmpx.filter_grad(loss_fn, jmpx.DynamicLossScale(8.0), **options)(stored, x, y)
+        found = jmpx.grad(loss_fn, jmpx.DynamicLossScale(8.0), **options)(stored, x, y)
         state = optimizer.init(stored)
         return jmpx.optimizer_update(stored, optimizer, state, found.grads, found.grads_finite)
 
@@ -129,7 +129,7 @@ def test_groups_of_an_explicit_mesh_against_float64(how, rng):
     options = {"policy": "c=f32", "batch": jmpx.Batch(argnums=1, sharding=sharding)}
 
     def run(params, x, state, offset, scaling):
-        grad_fn = jmpx.filter_value_and_grad(loss, scaling, True, state_argnum=2, **options)
+        grad_fn = jmpx.value_and_grad(loss, scaling, True, state_argnum=2, **options)
         found = grad_fn(params, x, state, offset=offset, name="text")
         (value, (state, aux)), scaling, finite, grads = found
         assert aux["text"] == "aux" and aux["h"].shape == (4, 6, 3)
@@ -167,7 +167,7 @@ def test_micro_batches_keep_their_examples_split(rng):
         return jnp.mean((x @ w) ** 2), x
 
     options = {"policy": "c=f32", "batch": jmpx.Batch(microbatches=3)}
-    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, has_aux=True, **options)
+    grad_fn = jmpx.value_and_grad(loss, NOOP, has_aux=True, **options)
     w, x = normal(rng, 6, 3), normal(rng, 24, 6)
     with jax.set_mesh(make_mesh(AxisType.Explicit, 4)):
         found = jax.jit(grad_fn)(jax.device_put(w, P()), jax.device_put(x, P("data")))
@@ -182,7 +182,7 @@ def reports(params, x):
     loss = lambda params, x: jnp.mean((x @ params) ** 2)  # noqa: E731
     batches = jmpx.Batch(), jmpx.Batch(sharding=P("data"))
     funcs = [
-        lambda *args, b=batch: jmpx.filter_grad(loss, NOOP, policy="c=bf16", batch=b)(*args).grads
+        lambda *args, b=batch: jmpx.grad(loss, NOOP, policy="c=bf16", batch=b)(*args).grads
         for batch in batches
     ]
     divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
@@ -255,7 +255,7 @@ def gradients_of(model, how, policy):
     loss = lambda params, x: jnp.mean(model(params, x).astype(jnp.float32) ** 2)  # noqa: E731
     batch, over = jmpx.Batch(sharding=P("data")), jmpx.Over("data")
     options = {"alone": {}, "groups": {"batch": batch}, "shard_map": {"over": over}}[how]
-    run = jmpx.filter_grad(loss, NOOP, policy=policy, **options)
+    run = jmpx.grad(loss, NOOP, policy=policy, **options)
     if how == "shard_map":
         specs = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
         run = jax.shard_map(run, **specs)
@@ -290,7 +290,7 @@ def test_shards_are_gathered_under_shard_map(rng):
         whole = jmpx.distributed.gather(shards, "data", "c=bf16")
         return jnp.mean(plain(whole, x).astype(jnp.float32) ** 2)
 
-    run = jmpx.filter_grad(loss, NOOP, policy="c=bf16", over=jmpx.Over("data"), uncast=0)
+    run = jmpx.grad(loss, NOOP, policy="by=arguments,c=bf16", over="data", uncast=0)
     with jax.set_mesh(make_mesh(AxisType.Explicit, 8)):
         placed = jax.device_put((params, x), P("data"))
         grads = lambda *args: run(*args).grads  # noqa: E731

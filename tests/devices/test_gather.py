@@ -367,7 +367,9 @@ def gradient_of_gathered(w, x, **options):
     [
         {"policy": "full"},
         {"policy": "c=bf16", "uncast": 0},
-        {"policy": "c=bf16; Head: full"},  # a policy map: the gather counts as what casts
+        {
+            "policy": "by=modules,c=bf16; Head: full"
+        },  # a policy map: the gather counts as what casts
         {"policy": "c=bf16", "use_mixed_precision": False},
     ],
     ids=str,
@@ -381,7 +383,7 @@ def test_the_remedies_are_silent_and_right(options):
 def test_a_tree_without_floats_casts_nothing():
     def run(x):
         loss = lambda x: x.sum() + gather(jnp.arange(2), "c=f32").sum()  # noqa: E731
-        return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16")(x).grads
+        return jmpx.grad(loss, jmpx.NoOpLossScale(), policy="c=bf16")(x).grads
 
     with jax.numpy_dtype_promotion("standard"):
         assert (over_vmap(run, X) == 1).all()

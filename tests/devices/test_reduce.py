@@ -40,7 +40,7 @@ def dot(w, x):
 
 
 def dot_gradients(scaling, policy):
-    return jmpx.filter_value_and_grad(dot, scaling, policy=policy, over=jmpx.Over(AXIS))
+    return jmpx.value_and_grad(dot, scaling, policy=policy, over=jmpx.Over(AXIS))
 
 
 def all_reduces(text):
@@ -73,7 +73,7 @@ def test_values_against_float64_and_the_dtype_of_each_sum(how, reduce, scale, rn
     over = jmpx.Over(axes_of(how))
     with enable_x64():
         policy = with_reduce(reduce, "c=f32,o=f32")
-        run = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[scale](), policy=policy, over=over)
+        run = jmpx.value_and_grad(loss_fn, LOSS_SCALES[scale](), policy=policy, over=over)
         step = over_batch(run, how)
         if how != "vmap":
             sums = all_reduces(step.lower(params, batch).as_text())
@@ -91,9 +91,7 @@ def test_values_against_float64_and_the_dtype_of_each_sum(how, reduce, scale, rn
         assert (grad == grad[:1]).all()
 
 
-@pytest.mark.parametrize(
-    ("compute", "make"), [("bf16", jmpx.filter_grad), ("f16", jmpx.filter_value_and_grad)]
-)
+@pytest.mark.parametrize(("compute", "make"), [("bf16", jmpx.grad), ("f16", jmpx.value_and_grad)])
 def test_both_functions_sum_in_the_dtype_whatever_they_compute_in(compute, make, rng):
     loss = lambda p, x: (loss_fn(p, x), x.sum())  # noqa: E731
     options = {"policy": f"c={compute},o=f32,r=f16", "over": jmpx.Over(AXIS)}
@@ -102,14 +100,14 @@ def test_both_functions_sum_in_the_dtype_whatever_they_compute_in(compute, make,
     step = over_batch(grad_fn, "pmap")
     assert set(all_reduces(step.lower(*args).as_text())) == {"f16"}
     result = step(*args)
-    aux = result.aux if make is jmpx.filter_grad else result.value[1]
+    aux = result.aux if make is jmpx.grad else result.value[1]
     np.testing.assert_allclose(aux, args[1].sum((1, 2)), atol=0.1)  # each device's own
 
 
 @pytest.mark.parametrize("reduce", [None, "bfloat16"])
 def test_the_dtype_of_the_sum_of_a_vmap(reduce, rng):
     over, params = jmpx.Over(AXIS), make_params(rng)
-    run = jmpx.filter_value_and_grad(loss_fn, NOOP, policy=with_reduce(reduce), over=over)
+    run = jmpx.value_and_grad(loss_fn, NOOP, policy=with_reduce(reduce), over=over)
     jaxpr = jax.make_jaxpr(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS))(
         params, normal(rng, DEVICES, 2, 6)
     )
@@ -146,8 +144,8 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
         finite = jmpx.all_finite(grads)
         return value, scaling.adjust(finite), finite, grads
 
-    options = {"policy": "c=bf16", "over": jmpx.Over(AXIS)}
-    ours = jmpx.filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(), **options)
+    scale, policy = jmpx.DynamicLossScale(), "by=arguments,c=bf16"
+    ours = jmpx.value_and_grad(loss_fn, scale, policy=policy, over=AXIS)
     args = make_params(rng), normal(rng, DEVICES, 2, 6)
     steps = [over_batch(run, how) for run in (lambda *args: tuple(ours(*args)), by_hand)]
     assert_same_bits(*(step(*args) for step in steps))
@@ -223,7 +221,7 @@ def test_complex_gradients_keep_their_dtype(rng):
     def run(params, x):
         options = [{"policy": with_reduce(each), "over": over} for each in (None, "bfloat16")]
         scale = jmpx.StaticLossScale(8)
-        return [jmpx.filter_grad(loss, scale, **each)(params, x).grads for each in options]
+        return [jmpx.grad(loss, scale, **each)(params, x).grads for each in options]
 
     over, batch = jmpx.Over(AXIS), normal(rng, DEVICES, 3)
     step = over_batch(run, "shard_map")
@@ -246,7 +244,7 @@ def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     with enable_x64():
         params = [jnp.asarray(normal(rng, 3), dtype) for dtype in stored]
         batch = normal(rng, DEVICES, 3)
-        step = over_batch(jmpx.filter_grad(loss, NOOP, **options), "pmap")
+        step = over_batch(jmpx.grad(loss, NOOP, **options), "pmap")
         text, grads = step.lower(params, batch).as_text(), step(params, batch).grads
     assert [grad.dtype.name for grad in grads] == stored
     assert set(all_reduces(text)) == ({"f16"} if reduce else {"f32", "f64"})

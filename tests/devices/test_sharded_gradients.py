@@ -20,7 +20,7 @@ WHOLE, SPLIT = (P(), P(AXIS)), (P(AXIS), P(AXIS))
 
 def gradients(loss, how, params, batch, sharded=None, specs=None):
     over, scaling = jmpx.Over(AXIS, sharded=sharded), jmpx.StaticLossScale(8)
-    run = jmpx.filter_value_and_grad(loss, scaling, policy="full", over=over)
+    run = jmpx.value_and_grad(loss, scaling, policy="full", over=over)
     return over_devices(run, how, params, batch, specs=specs)
 
 
@@ -357,7 +357,7 @@ def test_varying_replicas_are_averaged(kind, vma, rng):
     def run(w, x):
         w = everywhere(w[0]) if kind == "cast" else w[0]
         scaling, options = jmpx.StaticLossScale(8), {"policy": "full", "over": jmpx.Over(AXIS)}
-        return jmpx.filter_grad(loss_fn, scaling, has_aux=True, **options)({"w": w}, x).grads["w"]
+        return jmpx.grad(loss_fn, scaling, has_aux=True, **options)({"w": w}, x).grads["w"]
 
     how, specs = (MAPS[0], WHOLE) if vma else (MAPS[1], SPLIT)
     grads = over_devices(run, how, w, batch, specs=specs)
@@ -390,7 +390,7 @@ def test_what_gathers_no_parameter_goes_on(how, rng):
         closed_over = lambda params: loss(params, x)  # noqa: E731
         args = (loss, params, x) if how == MAPS[1] else (closed_over, params)
         options = {"policy": "full", "over": jmpx.Over(AXIS)}
-        return jmpx.filter_grad(args[0], jmpx.StaticLossScale(8), **options)(*args[1:]).grads
+        return jmpx.grad(args[0], jmpx.StaticLossScale(8), **options)(*args[1:]).grads
 
     grads = over_devices(run, how, weights, batch, specs=WHOLE)
     # By hand: where JAX tracks nothing, each device has the gradient of the sum of all losses.
@@ -412,7 +412,7 @@ def test_what_nobody_sees_may_be_a_gather(rng):
     called_back.defvjp(lambda w: (called_back(w), None), lambda _, g: (g,))
     loss = lambda w, x: square(called_back(w), x)  # noqa: E731
     over = jmpx.Over(AXIS, sharded=True)
-    run = jmpx.filter_grad(loss, jmpx.StaticLossScale(8), policy="full", over=over)
+    run = jmpx.grad(loss, jmpx.StaticLossScale(8), policy="full", over=over)
     grads = jax.jit(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS))(w, batch).grads
     each = jax.jit(jax.vmap(jax.grad(square), in_axes=(None, 0)))(w, batch)
     np.testing.assert_allclose(grads, each / DEVICES, rtol=1e-5, atol=1e-6)

@@ -114,7 +114,7 @@ def test_values_against_float64(how, policy, scale, microbatches, rng):
         if how == "shard_map":
             params["cast"] = everywhere(params["cast"])
         scaling = LOSS_SCALES[scale]()
-        make = jmpx.filter_value_and_grad
+        make = jmpx.value_and_grad
         return [
             make(read_network, scaling, over=over(mask), **options)(params, x) for mask in masks
         ]
@@ -157,7 +157,7 @@ def test_the_number_of_reductions_of_the_flag(how, kind, expected, rng):
     weights = {f"{kind} {i}": normal(rng, 8, 4) for i in range(3)}
     loss = lambda params, x: network(params, x, dict.fromkeys(weights, READS[kind]))  # noqa: E731
     options = {"policy": "full", "over": over(MASK[kind])}
-    run = jmpx.filter_value_and_grad(loss, jmpx.DynamicLossScale(8.0), **options)
+    run = jmpx.value_and_grad(loss, jmpx.DynamicLossScale(8.0), **options)
     lowered = lambda *args: over_devices(run, how, *args, specs=(SPECS[kind], P(AXIS)))  # noqa: E731
     text = jax.jit(lowered).lower(weights, normal(rng, 12, 8)).as_text()
     assert flag_reductions(text) == expected
@@ -169,7 +169,7 @@ def test_the_flag_is_common_over_an_axis_that_is_not_averaged(vma, rng):
     w, batch = jnp.zeros((4, 3)), normal(rng, 4, 4).at[:, 3].set(60000.0)
     loss = lambda w, x: jnp.sum(jax.lax.psum(x @ w + 1, "model").astype(jnp.float32)) * 8  # noqa: E731
     scaling = jmpx.DynamicLossScale(4.0)
-    grad_fn = jmpx.filter_grad(loss, scaling, policy="c=f16", over=jmpx.Over("data"))
+    grad_fn = jmpx.grad(loss, scaling, policy="c=f16", over=jmpx.Over("data"))
 
     def run(w, x):
         scaling, finite, grads = grad_fn(w, x)
@@ -192,8 +192,8 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
         return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
 
     def run(params, state, x):
-        options = {"policy": "c=f16,o=f32", "over": jmpx.Over(AXIS), "uncast": 0}
-        scale, finite, grads = jmpx.filter_grad(loss, scaling, **options)(params, x)
+        options = {"policy": "by=arguments,c=f16", "over": AXIS, "uncast": 0}
+        scale, finite, grads = jmpx.grad(loss, scaling, **options)(params, x)
         params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
         return params, state, scale.loss_scale, finite[None]
 
@@ -239,7 +239,7 @@ def test_shards_of_one_axis_are_averaged_over_the_other(vma, masked, policy, rng
     mask = {"shard": True, "both": True, "replica": False} if masked else None
     loss, scaling = lambda params, x: hybrid(params, x, gather), jmpx.DynamicLossScale(16.0)
     options = {"policy": policy, "over": jmpx.Over(BOTH, sharded=mask)}
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, **options)
+    grad_fn = jmpx.value_and_grad(loss, scaling, **options)
     step = on_two_axes(grad_fn, BOTH, specs, P(BOTH), vma)
     value, _, finite, grads = step(params, batch)
     expected_value, expected = in_float64(hybrid, params, batch)
@@ -257,7 +257,7 @@ def test_a_sum_in_float16_has_room_for_shards():
     """The gather's sum over one axis is divided before the sum in float16 over the other."""
     loss = lambda w, x: (gather(w, "fsdp") * x).sum()  # noqa: E731
     options = {"policy": "c=f32,r=f16", "over": jmpx.Over(BOTH)}
-    grad_fn = jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), **options)
+    grad_fn = jmpx.value_and_grad(loss, jmpx.NoOpLossScale(), **options)
     step = on_two_axes(grad_fn, BOTH, P("fsdp"), P(BOTH))
     _, _, finite, grads = step(jnp.ones(4), jnp.full((8, 1), 49152.0))
     assert finite and (grads == 49152.0).all()
@@ -267,7 +267,7 @@ def test_of_several_untracked_axes_a_gather_says_which(rng):
     params, batch = normal(rng, 8, 4), normal(rng, 2, 4, 3, 8)
     square = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
     loss = lambda w, x: square(gather(w, "fsdp"), x)  # noqa: E731
-    grad_fn = jmpx.filter_grad(loss, SCALE, policy="full", over=jmpx.Over(BOTH, True))
+    grad_fn = jmpx.grad(loss, SCALE, policy="full", over=jmpx.Over(BOTH, True))
     inner = jax.vmap(grad_fn, axis_name="fsdp")
     run = jax.jit(jax.vmap(inner, in_axes=(None, 0), axis_name="data"))
     expected = jax.jit(jax.grad(square))(params, batch.reshape(24, 8))
@@ -290,7 +290,7 @@ def test_tensor_parallelism(axis_name, rng):
     mask = None if axis_name == "data" else {"columns": "own", "rows": "own", "bias": False}
     loss = lambda params, x: tensor_parallel(params, x, "model")  # noqa: E731
     options = {"policy": "full", "over": jmpx.Over(axis_name, sharded=mask)}
-    grad_fn = jmpx.filter_value_and_grad(loss, jmpx.DynamicLossScale(16.0), **options)
+    grad_fn = jmpx.value_and_grad(loss, jmpx.DynamicLossScale(16.0), **options)
     step = on_two_axes(grad_fn, ("data", "model"), specs, P("data"))
     value, _, finite, grads = step(params, batch)
     expected_value, expected = in_float64(tensor_parallel, params, batch)
@@ -304,7 +304,7 @@ def test_tensor_parallelism(axis_name, rng):
 @pytest.mark.versions
 def test_a_map_in_a_map(rng):
     params, batch = make_weights(rng), normal(rng, 16, 8)
-    grad_fn = jmpx.filter_value_and_grad(read_network, SCALE, policy="full", over=over())
+    grad_fn = jmpx.value_and_grad(read_network, SCALE, policy="full", over=over())
 
     def run(params, x):
         results = jax.vmap(grad_fn, in_axes=(None, 0))(params, x.reshape(2, 2, 8))
@@ -328,7 +328,7 @@ def test_masks_of_nested_parameters(rng):
 
     def run(x):
         grads = [
-            jmpx.filter_grad(loss_fn, SCALE, policy="full", over=over(each))(model, x).grads
+            jmpx.grad(loss_fn, SCALE, policy="full", over=over(each))(model, x).grads
             for each in ("own", mask, False)
         ]
         return list(map(jax.tree.leaves, grads))
@@ -367,7 +367,7 @@ def test_custom_derivatives_hold(how, rng):
         h = jax.checkpoint(lambda x: jax.jit(first)(x @ w))(x)
         return jax.lax.scan(lambda c, row: (c + second(row).sum(), None), 0 * h[0, 0], h)[0]
 
-    run = jmpx.filter_grad(loss_fn, SCALE, policy="full", over=over())
+    run = jmpx.grad(loss_fn, SCALE, policy="full", over=over())
     grads = over_devices(run, how, w, batch, specs=(P(), P(AXIS))).grads
     expected = 1000 * batch.sum(0)[:, None] / DEVICES
     np.testing.assert_allclose(grads, np.tile(expected, (DEVICES, 1, 3)), rtol=1e-5, atol=1e-4)
@@ -384,7 +384,7 @@ def test_it_compiles_to_the_same_and_calls_the_function_once(rng, monkeypatch):
         return (x.astype(jnp.float32) ** 2).mean(), {"x": x, "name": "aux", "n": 3}
 
     options = {"policy": "c=f16", "over": over()}
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, SCALE, has_aux=True, **options)
+    grad_fn = jmpx.value_and_grad(loss_fn, SCALE, has_aux=True, **options)
 
     def run(params, x):
         (value, aux), _, finite, grads = grad_fn(params, x)
@@ -415,4 +415,4 @@ def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
 
     monkeypatch.setattr(differentiation, "find_exchanges", refuse)
     loss = lambda w, x: (x @ w).mean()  # noqa: E731
-    jmpx.filter_grad(loss, SCALE, policy="full")(normal(rng, 8, 3), normal(rng, 12, 8))
+    jmpx.grad(loss, SCALE, policy="full")(normal(rng, 8, 3), normal(rng, 12, 8))

@@ -77,7 +77,7 @@ bad = datasets.Data(images, batch.labels)
 
 state = state_of(optimizer, jmpx.DynamicLossScale(2.0**10, counter=3))
 bits = [leaf.tobytes() for leaf in leaves((state.model, state.opt_state.inner_state))]
-policy_map = jmpx.get_policy_map("c=f16,o=f32; LayerNorm: full")
+policy_map = jmpx.get_policy_map("by=modules,c=f16,o=f32; LayerNorm: full")
 step = train_vit.make_step(policy_map, optimizer, True, 4)
 seen = []
 for images in good, bad:

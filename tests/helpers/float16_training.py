@@ -57,7 +57,7 @@ def make_step(skip_by: Any = None) -> tuple[Callable[..., tuple[State, Any, Any]
         traces.append(1)
         key, dropout = jax.random.split(state.key)
         y = jnp.sum(x, 1, keepdims=True)
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy="c=f16,o=f32")
+        grad_fn = jmpx.value_and_grad(loss_fn, state.loss_scale, policy="c=f16,o=f32")
         loss, loss_scale, finite, grads = grad_fn(state.params, x, y, dropout)
         params, opt_state = jmpx.optimizer_update(
             state.params, OPTIMIZER, state.opt_state, grads, finite, **skip

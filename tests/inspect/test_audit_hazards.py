@@ -416,7 +416,7 @@ def test_the_rule_for_a_collective_mends_it():
 
         def local(w, x):
             over = jmpx.Over("data")
-            step = jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), policy=policy, over=over)
+            step = jmpx.value_and_grad(loss, jmpx.NoOpLossScale(), policy=policy, over=over)
             result = step(w, x)
             return result.value, result.grads
 

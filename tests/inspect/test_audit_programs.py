@@ -37,7 +37,7 @@ def with_penalty(params, x):
 
 def of_gradient_function(params, x):
     scale = jmpx.DynamicLossScale()
-    result = jmpx.filter_value_and_grad(loss_fn, scale, policy="c=f32")(params, x)
+    result = jmpx.value_and_grad(loss_fn, scale, policy="c=f32")(params, x)
     return result.grads, result.scaling
 
 

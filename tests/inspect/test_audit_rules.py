@@ -81,7 +81,7 @@ def scan_under_autocast(policy):
 
 def in_gradient_function(policy):
     loss, args = planted("linen", norm, policy, rows=ROWS)
-    return jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), policy=policy), args
+    return jmpx.value_and_grad(loss, jmpx.NoOpLossScale(), policy=f"by=modules,{policy}"), args
 
 
 def of_zoo(framework, body, x, ends=jnp.mean):
@@ -240,7 +240,7 @@ def test_a_program_without_a_policy_map_gets_no_rule():
             return jnp.sum(softmax(x @ w).astype(F32))
 
     scale = jmpx.NoOpLossScale()
-    fn = jmpx.filter_value_and_grad(loss, scale, policy="c=bf16")
+    fn = jmpx.value_and_grad(loss, scale, policy="by=arguments,c=bf16")
     (finding,) = found(fn, shape(4, 4), shape(2, 4))
     assert (finding.name, finding.rule) == ("low-exp", "x.astype(jnp.float32) before exp")
 
@@ -320,7 +320,7 @@ def test_policy_maps(framework, compute):
 def test_a_step_in_float16_with_a_loss_scale():
     net, x = zoo.outlined("linen", zoo.normed, jnp.ones((2, 5, 8))), shape(2, 5, 8)
     policy, optimizer = f"c=f16,o=f32; LayerNorm: full; {KEPT}", optax.adamw(1e-3)
-    gradient = jmpx.filter_value_and_grad(
+    gradient = jmpx.value_and_grad(
         lambda model, x: softmax_loss(jnp.asarray(net.under(policy)(model, x))),
         jmpx.DynamicLossScale(jnp.float32(2**15)),
         policy=policy,

@@ -13,7 +13,7 @@ from helpers.planted_layer import drawn_model, planted
 import jmpx
 
 choose = jmpx.inspect.choose
-POLICY = "by=operations,c=bf16"
+POLICY = "c=bf16"
 
 
 def loss_of_scopes(w, x):
@@ -224,5 +224,5 @@ def test_the_command_chooses_the_same(tmp_path, capsys):
     choice = choose(loss_of_scopes, POLICY, error=0.5)(*make()[1])
     assert json.loads(capsys.readouterr().out) == json.loads(choice.to_json())
     assert picture.stat().st_size > 5000
-    assert run_jmpx(*run, "--policy=c=bf16") == 2
-    assert "by=modules or by=operations" in capsys.readouterr().err
+    assert run_jmpx(*run, "--policy=by=arguments,c=bf16") == 2
+    assert "leave by out, or write by=modules" in capsys.readouterr().err

@@ -331,7 +331,7 @@ def test_a_train_step_as_a_whole(rng):
     """With a loss scale, a policy and the gradients of jmpx."""
     x, w, v = (each.astype(F32) for each in given(rng, F16))
     loss = lambda w, x, v: loss_of(perceptron)(x, w, v)  # noqa: E731
-    gradient = jmpx.filter_value_and_grad(loss, jmpx.DynamicLossScale(2.0**8), policy="c=f16")
+    gradient = jmpx.value_and_grad(loss, jmpx.DynamicLossScale(2.0**8), policy="c=f16")
     step = lambda w, x, v: gradient(w, x, v).grads  # noqa: E731
     assert_close(jax.jit(emulate(step))(w, x, v), one_by_one(step, w, x, v))
 

@@ -374,7 +374,7 @@ def scaled_loss(params, x):
 
 
 def step(params, loss_scale, x):
-    gradients = jmpx.filter_value_and_grad(scaled_loss, loss_scale)
+    gradients = jmpx.value_and_grad(scaled_loss, loss_scale, policy="by=arguments,c=f16")
     loss, loss_scale, finite, grads = gradients(params, x)
     optimizer = jmpx.skip_nonfinite(optax.sgd(0.1))
     updates, _ = optimizer.update(grads, optimizer.init(params), params, grads_finite=finite)
@@ -409,7 +409,7 @@ def test_a_large_scale_is_found_beside_a_model(rng):
         return jnp.mean(net.apply(model, x).astype(F32) ** 2)
 
     def step(model, scale, x):
-        return jmpx.filter_grad(loss_fn, scale, policy="by=modules,c=f16,o=f32")(model, x)
+        return jmpx.grad(loss_fn, scale, policy="by=modules,c=f16,o=f32")(model, x)
 
     found = find(step, net.model, jmpx.DynamicLossScale(2.0**40), x)
     assert found.is_backward and found.loss_scale == 2.0**40
@@ -440,7 +440,7 @@ def test_an_overflow_at_the_floor_is_told(scale):
 def test_a_rule_at_the_floor_of_the_scale_is_replayed_there():
     def step(w, scale, x):
         fn = jmpx.autocast(readout, "c=f16; op.exp: f16")
-        return jmpx.filter_value_and_grad(fn, scale, policy="full")(w, x)
+        return jmpx.value_and_grad(fn, scale, policy="full")(w, x)
 
     found = find(step, WIDE, jmpx.DynamicLossScale(2.0**10), 4 * TALL)
     assert (found.rule, found.is_at_floor) == ("*/readout: f32", True)

@@ -193,7 +193,7 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
         return w - 0.1 * gradient, loss
 
     def step_of_jmpx(w, scale):
-        scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
+        scale, finite, gradients = jmpx.grad(loss_fn, scale, policy="full")(w)
         return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
 
     plain, scaled = look(loss_fn)(w), look(step)(w)

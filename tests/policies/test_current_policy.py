@@ -82,7 +82,7 @@ TRANSFORMS = {
     "checkpoint": lambda f: jax.checkpoint(f)(X),
     "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0, X[None]),
     "filter_grad": lambda f: jax.make_jaxpr(
-        jmpx.filter_grad(lambda x: f(x).sum(), jmpx.NoOpLossScale(), policy="full")
+        jmpx.grad(lambda x: f(x).sum(), jmpx.NoOpLossScale(), policy="full")
     )(X),
 }
 

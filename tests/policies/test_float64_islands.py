@@ -10,7 +10,7 @@ from helpers import enable_x64, zoo
 
 import jmpx
 
-MAP = "params=f32,c=f32; <Inner>: f64"
+MAP = "by=modules,params=f32,c=f32; <Inner>: f64"
 LARGE = 2.0**30  # float32 loses a number of about 1 beside it, float64 does not
 
 
@@ -42,9 +42,7 @@ def test_a_float64_island_in_a_float32_model(framework, rng):
         return jnp.sum(y), y
 
     with enable_x64():
-        grad_fn = jmpx.filter_value_and_grad(
-            loss_fn, jmpx.NoOpLossScale(), has_aux=True, policy=policy
-        )
+        grad_fn = jmpx.value_and_grad(loss_fn, jmpx.NoOpLossScale(), has_aux=True, policy=policy)
         (_, y), _, _, grads = jax.jit(grad_fn)(arrays, x)
     np.testing.assert_allclose(y, exact, atol=1e-5)
     found = {leaf.shape: np.asarray(leaf) for leaf in jax.tree.leaves(grads)}

@@ -182,7 +182,7 @@ def test_a_rule_inherits_the_algorithm_of_the_surrounding_call():
     assert (in_a.matmul_precision, in_a.compute_dtype) == ("highest", jnp.bfloat16)
     assert b.resolve(policy_map.default, in_a).matmul_precision == "highest"
     assert str(policy_map) == (
-        "params=float32,compute=bfloat16,output=bfloat16,matmul=high,reduce=bfloat16; "
+        "params=float32,compute=bfloat16,matmul=high,reduce=bfloat16; "
         "*/a: matmul=highest; */b: compute=float32"
     )
 
@@ -191,9 +191,13 @@ def test_a_rule_inherits_the_algorithm_of_the_surrounding_call():
 
 # What is written, what is in force, and how it is written back.
 WAYS = {
-    "c=bf16": ("arguments", ""),
-    "c=bf16; Linear: full": ("modules", ""),
-    "c=bf16; */head: full": ("modules", ""),
+    "c=bf16": ("operations", "params=float32,compute=bfloat16"),
+    "bf16": ("operations", "params=bfloat16,compute=bfloat16"),
+    "mixed_float16": ("operations", "params=float32,compute=float16"),
+    "c=bf16,o=bf16": ("operations", "params=float32,compute=bfloat16,output=bfloat16"),
+    "c=bf16,save=products": ("operations", "params=float32,compute=bfloat16,save=products"),
+    "c=bf16; Linear: full": ("operations", ""),
+    "c=bf16; */head: full": ("operations", ""),
     "c=bf16; op.exp: f32": ("operations", ""),
     "by=arguments,c=bf16; Linear: full": ("arguments", "by=arguments,"),
     "By = Modules, c=bf16": ("modules", "by=modules,"),
@@ -203,18 +207,20 @@ WAYS = {
     "by=modules; Linear: c=bf16": ("modules", "by=modules,"),
     "by=operations,c=bf16,save=products": (
         "operations",
-        "by=operations,params=float32,compute=bfloat16,output=bfloat16,save=products",
+        "by=operations,params=float32,compute=bfloat16,save=products",
     ),
     "by=operations,c=bf16,save=products+attention; */head: c=f32": ("operations", "by=operations,"),
 }
 
 
 @pytest.mark.parametrize("text", WAYS)
-def test_the_way_is_written_or_follows_from_the_rules(text):
+def test_the_way_is_written_or_operations(text):
     policy_map = jmpx.get_policy_map(text)
     way, start = WAYS[text]
     assert policy_map.way == way
-    assert str(policy_map).startswith(start if "params" in start else f"{start}params=")
+    written = str(policy_map)
+    assert written == start if "params" in start else written.startswith(f"{start}params=")
+    assert str(jmpx.get_policy_map(written)) == written
     for word in ("products", "products+attention"):
         assert (policy_map.save == word) == (f"save={word};" in f"{text};")
     for same in (str(policy_map), policy_map.to_dict(), pickle.loads(pickle.dumps(policy_map))):

@@ -96,8 +96,8 @@ TAKERS = {
     "set_policy of a Haiku module": lambda policy: set_and_get(hk.Linear, policy),
     "push_policy": lambda policy: push_and_get(Own, policy),
     "push_policy of an NNX module": lambda policy: push_and_get(nnx.Linear, policy),
-    "filter_grad": lambda policy: gradient(jmpx.filter_grad, policy),
-    "filter_value_and_grad": lambda policy: gradient(jmpx.filter_value_and_grad, policy),
+    "grad": lambda policy: gradient(jmpx.grad, policy),
+    "value_and_grad": lambda policy: gradient(jmpx.value_and_grad, policy),
     "autocast": lambda policy: str(product(policy)),
     "get_loss_scale": lambda policy: jmpx.get_loss_scale("auto", policy=policy),
     "DEFINE_policy": lambda policy: flag(jmpx.flags.DEFINE_policy, policy),
@@ -111,7 +111,7 @@ TAKERS = {
 def test_every_taker_takes_a_dtype_or_a_mapping_and_nothing_else(taker):
     take = TAKERS[taker]
     assert take(np.dtype("float32")) == take("float32") != take(jnp.float16)
-    assert take({"compute": "f16", "output": jnp.bfloat16}) == take("c=f16,o=bf16")
+    assert take({"compute": "f16", "output": jnp.float32}) == take("c=f16,o=f32")
     for thing in (np.int32, 3):
         with pytest.raises((TypeError, ValueError, flags.IllegalFlagValueError)) as error:
             take(thing)
@@ -137,8 +137,8 @@ def with_class_policy(policy):
 
 
 COMPUTES = {
-    "filter_grad": lambda n: gradient(jmpx.filter_grad, n),
-    "filter_value_and_grad": lambda n: gradient(jmpx.filter_value_and_grad, f"c={n},o=f32"),
+    "grad": lambda n: gradient(jmpx.grad, n),
+    "value_and_grad": lambda n: gradient(jmpx.value_and_grad, f"c={n},o=f32"),
     "autocast, operation": lambda n: product(f"c=bf16; op.exp: {n}"),
     "haiku, its own registry": lambda n: with_haikus_own(f"c={n},o=f32"),
     "equinox, class": lambda n: with_class_policy(f"c={n}"),
@@ -195,7 +195,7 @@ UNUSED = {
     "*/haed/*": " matched no path; did you mean '<head>'?",
     "zzz/*": " matched no path.",
     "op.exp": " matched no module, as rules for operations hold by=operations and in "
-    "jmpx.autocast alone: write by=operations, or 'op.exp?' where the map is for modules, too.",
+    "jmpx.autocast alone: leave by out, or write 'op.exp?' where the map is for modules, too.",
 }
 
 

@@ -115,7 +115,7 @@ def test_groups_leave_a_sharding_over_other_axes_as_it_is(rng):
     x = arrays.pop("x")
 
     def of(**options):
-        grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16", **options)
+        grad_fn = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16", **options)
         step = jax.jit(lambda params, x: grad_fn(params, x).grads)
         found = read(collectives.partitioned(step.lower(arrays, x))[0])
         return [

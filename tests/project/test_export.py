@@ -34,9 +34,9 @@ OPTIMIZERS = {
 }
 EMA = jmpx.optim.ema(0.9)
 FUNCTIONS = {
-    "ValueAndGradients": (jmpx.filter_value_and_grad, {}),
-    "Gradients": (jmpx.filter_grad, {}),
-    "GradientsAndAux": (jmpx.filter_grad, {"has_aux": True}),
+    "ValueAndGradients": (jmpx.value_and_grad, {}),
+    "Gradients": (jmpx.grad, {}),
+    "GradientsAndAux": (jmpx.grad, {"has_aux": True}),
 }
 
 
@@ -89,7 +89,7 @@ def test_another_process_loads_a_step_once_it_has_named_the_classes(tmp_path):
     scale, w = jmpx.DynamicLossScale(2.0**14, period=1), np.arange(3, dtype=np.float32)
 
     def step(loss_scale, w):
-        return jmpx.filter_grad(lambda w: jnp.sum(w**2), loss_scale, policy="c=bf16")(w)
+        return jmpx.grad(lambda w: jnp.sum(w**2), loss_scale, policy="c=bf16")(w)
 
     file = tmp_path / "step"
     file.write_bytes(jax.export.export(jax.jit(step))(scale, w).serialize())

@@ -23,7 +23,7 @@ def product(w, x):
 
 def by_jmpx(w, x, scale, counter):
     scaling = jmpx.DynamicLossScale(scale, counter, PERIOD)
-    scaling, _, grads = jmpx.filter_grad(product, scaling, policy="compute=float16")(w, x)
+    scaling, _, grads = jmpx.grad(product, scaling, policy="by=arguments,c=f16")(w, x)
     return grads, scaling.loss_scale, scaling.counter
 
 

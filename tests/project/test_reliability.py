@@ -158,7 +158,7 @@ def loss_fn(w, x):
 
 def step(w, x, scale, axis_name=None):
     over = axis_name and jmpx.Over(axis_name)
-    grad_fn = jmpx.filter_grad(loss_fn, scale, policy="c=f16", over=over)
+    grad_fn = jmpx.grad(loss_fn, scale, policy="c=f16", over=over)
     scale, finite, grads = grad_fn(w, x)
     return grads, scale
 

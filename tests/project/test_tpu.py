@@ -158,7 +158,7 @@ def test_stacked_layers_are_reduced_inside_of_the_loop():
 
         batch = jmpx.Batch(sharding=rows if groups else None)
         noop = jmpx.NoOpLossScale()
-        grads = jmpx.filter_grad(loss, noop, policy="c=bf16", batch=batch)(weights, x).grads
+        grads = jmpx.grad(loss, noop, policy="c=bf16", batch=batch)(weights, x).grads
         return weights - 0.1 * grads
 
     shapes = (layers, size, size), (32768, size)

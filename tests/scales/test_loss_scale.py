@@ -160,7 +160,7 @@ def test_and_in_the_gradient_functions(start, configuration, expected, rng):
     @jax.jit
     def run(loss_scale, x):
         seen = loss_scale.scale(jnp.float32(1)), loss_scale.adjust(False).adjust(True).loss_scale
-        grad_fn = jmpx.filter_grad(lambda w: (w * x * factor).sum(), loss_scale, policy="full")
+        grad_fn = jmpx.grad(lambda w: (w * x * factor).sum(), loss_scale, policy="full")
         return *seen, grad_fn(x)
 
     scale, shrunk, (new, finite, grads) = run(unflattened(start, **configuration), x)
@@ -172,7 +172,7 @@ def test_and_in_the_gradient_functions(start, configuration, expected, rng):
 def test_a_static_scale_of_0_holds_a_place_and_cannot_scale():
     nothing = jmpx.StaticLossScale(0.0)
     assert jax.tree.leaves(nothing) == [] and nothing == jmpx.StaticLossScale(0)
-    grad_fn = jmpx.filter_grad(jnp.sum, nothing, policy="full")
+    grad_fn = jmpx.grad(jnp.sum, nothing, policy="full")
     for use in (nothing.scale, nothing.unscale, jax.jit(nothing.unscale), grad_fn):
         with pytest.raises(ValueError, match=r"Cannot scale .* by StaticLossScale\(0\): give a"):
             use(jnp.ones(2))
@@ -190,7 +190,7 @@ def test_float64_gradients_keep_their_digits(loss_scale, rng):
         unscaled = jax.jit(lambda s, x: s.unscale(x))(loss_scale, jnp.asarray(x))
         assert unscaled.dtype == jnp.float64
         np.testing.assert_allclose(unscaled, x / exact, rtol=2.0**-52)
-        grad_fn = jmpx.filter_grad(lambda w: (w * x).sum(), loss_scale, policy="f64")
+        grad_fn = jmpx.grad(lambda w: (w * x).sum(), loss_scale, policy="f64")
         np.testing.assert_allclose(jax.jit(grad_fn)(jnp.asarray(x))[2], x, rtol=2.0**-51)
         both = jax.jit(lambda s, z: s.unscale(s.scale(z)))(loss_scale, jnp.asarray(x + 1j * x))
         np.testing.assert_allclose(both, x + 1j * x, rtol=2.0**-51)
@@ -217,7 +217,7 @@ def test_each_leaf_is_unscaled_in_its_own_dtype_by_one_product(rng):
 
 def test_unscaled_gradients_are_checked_where_unscaling_may_overflow():
     def are_read(scale):
-        grad_fn = jmpx.filter_grad(lambda w: (w * w).sum(), scale, policy="full")
+        grad_fn = jmpx.grad(lambda w: (w * w).sum(), scale, policy="full")
         jaxpr = jax.make_jaxpr(lambda w: grad_fn(w)[1:])(jnp.ones(3))
         return any(jaxpr.jaxpr.outvars[-1] in eqn.invars for eqn in jaxpr.eqns)
 

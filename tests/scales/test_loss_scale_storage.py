@@ -46,8 +46,8 @@ def test_no_backend_starts_before_a_step_runs():
         scales = jmpx.DynamicLossScale(2.0**15), jmpx.DynamicLossScale(np.float16(8)), \
             jmpx.mpx.DynamicLossScaling(2**15), jmpx.StaticLossScale(2.0**15), jmpx.NoOpLossScale()
         for scale in scales:
-            jmpx.filter_grad(lambda w: w.sum(), scale, policy="c=f16")
-            jmpx.filter_value_and_grad(lambda w: w.sum(), scale, policy="c=bf16")
+            jmpx.grad(lambda w: w.sum(), scale, policy="c=f16")
+            jmpx.value_and_grad(lambda w: w.sum(), scale, policy="c=bf16")
             jax.tree.map(lambda x: x.dtype, jax.tree.leaves(scale)), repr(scale), scale == scale
         jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend runs
         with socket.socket() as free:
@@ -66,7 +66,7 @@ def test_the_second_step_is_not_traced_anew():
 
     def step(loss_scale, w):
         traces.append(jax.tree.map(jax.typeof, loss_scale))
-        grad_fn = jmpx.filter_grad(lambda w: (w**2).sum(), loss_scale, policy="c=f16")
+        grad_fn = jmpx.grad(lambda w: (w**2).sum(), loss_scale, policy="c=f16")
         loss_scale, _, grads = grad_fn(w)
         return loss_scale, w - grads
 

@@ -20,6 +20,7 @@ import jmpx.mpx as mpx
 
 SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
 NO_SCALE = jmpx.NoOpLossScale()
+HALF = "by=arguments,c=f16"
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
 X = np.ones((2, 3), np.float32)
 NAMES = {  # -> what casts inside
@@ -65,17 +66,17 @@ def one_warning(name):
 @pytest.mark.parametrize(
     ("name", "policy", "remedy"),
     [
-        ("haiku", None, {"policy": "p=bf16,c=f32"}),
+        ("haiku", "f16", {"policy": "p=bf16,c=f32"}),
         ("linen", "half", {"use_mixed_precision": False}),
         ("nnx", "c=bf16", {"policy": "c=f16", "uncast": 0}),
         ("equinox", "c=f16,o=f32", {"policy": "c=f16", "uncast": (0, 1)}),
-        ("autocast", None, {"policy": "c=f16", "uncast": -2}),
+        ("autocast", "half", {"policy": "c=f16", "uncast": -2}),
     ],
 )
 def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, policy, remedy):
     loss, model = inside(name)
     with one_warning(NAMES[name]):
-        value, *_ = jmpx.filter_value_and_grad(loss, SCALE, policy=policy)(model, X)
+        value, *_ = jmpx.value_and_grad(loss, SCALE, policy=f"by=arguments,{policy}")(model, X)
     assert value == 1  # the weight is rounded, though its module runs in float32
     remedies: list[Any] = [{"policy": "full"}, remedy]
     for options in remedies:
@@ -91,15 +92,15 @@ def test_a_context_outside_of_the_gradient_function_warns_too(name):
     loss = lambda params, x: net.apply(params, x).sum()  # noqa: E731
     with policies("c=bf16,o=f32"):
         with one_warning(NAMES[name]):
-            jmpx.filter_grad(loss, SCALE)(net.model, X)
-        jmpx.filter_grad(loss, SCALE, policy="full")(net.model, X)
+            jmpx.grad(loss, SCALE, policy=HALF)(net.model, X)
+        jmpx.grad(loss, SCALE, policy="full")(net.model, X)
 
 
 def test_a_view_that_is_an_argument_warns():
     model = zoo.drawn("equinox", one_layer, 2, 3).model
     view = jmpx.equinox.with_policies(model, "c=f32")
     with one_warning("jmpx.equinox.with_policies"):
-        jmpx.filter_grad(lambda view, x: view(x).sum(), SCALE)(view, X)
+        jmpx.grad(lambda view, x: view(x).sum(), SCALE, policy=HALF)(view, X)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,14 +110,15 @@ def test_what_was_jitted_and_traced_outside_warns_inside(name):
     half = jax.tree.map(lambda leaf: leaf.astype(F16), model)
     jitted(half, X.astype(F16))  # of the dtypes that it is to be called with
     with one_warning(NAMES[name]):
-        jmpx.filter_grad(jitted, SCALE, policy="c=f16")(model, X)
+        jmpx.grad(jitted, SCALE, policy=HALF)(model, X)
     jitted(half, X.astype(F16))  # and no warning outlives the gradient function
 
 
 def test_two_kinds_of_casts_are_named_in_one_warning():
     loss, model = inside("equinox")
     with one_warning("jmpx.autocast and jmpx.equinox.with_policies"):
-        jmpx.filter_grad(lambda model, x: jmpx.autocast(loss)(model, x), SCALE)(model, X)
+        run = lambda model, x: jmpx.autocast(loss)(model, x)  # noqa: E731
+        jmpx.grad(run, SCALE, policy=HALF)(model, X)
 
 
 @pytest.mark.thorough
@@ -125,24 +127,24 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
 
     def outer(model, x, inner_policy):
         of_x = lambda x: loss(model, x)  # noqa: E731
-        return jmpx.filter_grad(of_x, SCALE, policy=inner_policy)(x)[2].astype(F32).sum()
+        return jmpx.grad(of_x, SCALE, policy=inner_policy)(x)[2].astype(F32).sum()
 
     for outer_policy, inner_policy, warns in [
-        ("c=f16", "full", True),  # what the outer one rounded, the inner one does not restore
-        ("c=f16", "c=f16", True),
-        ("full", "c=f16", True),
+        (HALF, "full", True),  # what the outer one rounded, the inner one does not restore
+        (HALF, HALF, True),
+        ("full", HALF, True),
         ("full", "full", False),
     ]:
         context = one_warning("jmpx.equinox.with_policies") if warns else contextlib.nullcontext()
         with context:
-            jmpx.filter_grad(outer, SCALE, policy=outer_policy)(model, X, inner_policy)
+            jmpx.grad(outer, SCALE, policy=outer_policy)(model, X, inner_policy)
 
 
 @pytest.mark.thorough
 def test_what_rounds_nothing_warns_of_nothing():
     loss, model = inside("equinox")
     half = jmpx.cast_tree(model, jnp.bfloat16)  # in 16 bits already
-    jmpx.filter_grad(loss, SCALE, policy="p=bf16,c=bf16")(half, X.astype(jnp.bfloat16))
+    jmpx.grad(loss, SCALE, policy="by=arguments,p=bf16,c=bf16")(half, X.astype(jnp.bfloat16))
     plain = lambda model, x: model(x).sum()  # noqa: E731
     others: list[Any] = [
         jmpx.force_full_precision(plain),
@@ -151,7 +153,7 @@ def test_what_rounds_nothing_warns_of_nothing():
         lambda model, x: plain(jmpx.equinox.with_policies(model), x),  # no policy at all
     ]
     for other in others:
-        jmpx.filter_grad(other, SCALE)(model, X)
+        jmpx.grad(other, SCALE, policy=HALF)(model, X)
 
 
 # Arguments that are left uncast
@@ -185,14 +187,14 @@ def test_arguments_are_left_uncast():
     ones = np.ones(2, np.float32)
     for options, count, keywords, expected in UNCAST:
         seen.clear()
-        grad_fn = jmpx.filter_grad(loss, SCALE, policy="c=f16", **options)
+        grad_fn = jmpx.grad(loss, SCALE, policy=HALF, **options)
         *_, grads = grad_fn(*[ones] * count, **dict.fromkeys(keywords, ones))
         assert grads.dtype == np.float32
         assert {name for name, dtype in seen.items() if dtype == "float32"} == expected, options
 
 
 def test_callables_without_a_signature_name_what_is_passed():
-    grad = jmpx.filter_grad(jnp.add, SCALE, policy="c=f16", uncast=1)
+    grad = jmpx.grad(jnp.add, SCALE, policy=HALF, uncast=1)
     with jax.numpy_dtype_promotion("standard"):
         assert grad(jnp.ones(()), jnp.ones(()))[2] == 1
 
@@ -200,8 +202,8 @@ def test_callables_without_a_signature_name_what_is_passed():
 # A whole policy map
 
 
-RULES = "c=bf16,o=f32; */head: f32"
-NO_CAST = "casts nothing by policy map .* pass the whole model as an argument"
+RULES = "by=modules,c=bf16,o=f32; */head: f32"
+NO_CAST = "casts nothing by policy map .* or pass the whole model as an argument"
 
 
 def plain_loss(params, x):
@@ -222,8 +224,8 @@ def case_of(name) -> tuple[Any, Any, str]:
 @pytest.mark.parametrize(
     ("policy", "make", "jit"),
     [
-        ("c=half,o=f32; Second: full", jmpx.filter_value_and_grad, True),
-        (jmpx.get_policy_map("by=modules,c=bf16"), jmpx.filter_grad, False),
+        ("by=modules,c=half,o=f32; Second: full", jmpx.value_and_grad, True),
+        (jmpx.get_policy_map("by=modules,c=bf16"), jmpx.grad, False),
     ],
     ids=["a string", "a map"],
 )
@@ -239,23 +241,23 @@ def test_one_warning_where_nothing_casts(policy, make, jit):
 def test_each_function_warns_for_itself():
     """What cast in one function, or failed there, says nothing of another under the same map."""
     loss, model, _ = case_of("haiku")
-    jmpx.filter_grad(loss, NO_SCALE, policy=RULES)(model, X)
+    jmpx.grad(loss, NO_SCALE, policy=RULES)(model, X)
 
     def fail(w):
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        jmpx.filter_grad(fail, NO_SCALE, policy=RULES)(jnp.ones(1))
+        jmpx.grad(fail, NO_SCALE, policy=RULES)(jnp.ones(1))
     with warns_once(__file__, NO_CAST):
-        jmpx.filter_grad(plain_loss, NO_SCALE, policy=RULES)(PARAMS, X)
+        jmpx.grad(plain_loss, NO_SCALE, policy=RULES)(PARAMS, X)
     with pytest.raises(RuntimeError, match="in the middle"):
-        jmpx.filter_grad(fail, SCALE)(jnp.ones(1))
+        jmpx.grad(fail, SCALE, policy=HALF)(jnp.ones(1))
     casting, model = inside("equinox")
-    jmpx.filter_grad(casting, SCALE, policy="full")(model, X)
+    jmpx.grad(casting, SCALE, policy="full")(model, X)
     # Other casts do not follow a map.
     cast = mpx.cast_function(plain_loss, jnp.bfloat16)
     with warns_once(__file__, NO_CAST):
-        jmpx.filter_grad(lambda p, x: cast(p, x).astype(F32), NO_SCALE, policy=RULES)(PARAMS, X)
+        jmpx.grad(lambda p, x: cast(p, x).astype(F32), NO_SCALE, policy=RULES)(PARAMS, X)
 
 
 @pytest.mark.thorough
@@ -264,11 +266,11 @@ def test_a_jitted_function_that_is_not_traced_again(name):
     loss, model, policy = case_of(name)
     jitted = nnx.jit(loss) if name == "nnx" else jax.jit(loss)
     jitted(model, X)  # traced outside of any gradient function
-    grad_fn = jmpx.filter_grad(jitted, NO_SCALE, policy=policy)
+    grad_fn = jmpx.grad(jitted, NO_SCALE, policy=policy)
     for _ in range(2):  # and a new gradient function, and a new lambda, in each step
         grad_fn(model, X)
-        jmpx.filter_grad(jitted, NO_SCALE, policy=policy)(model, X)
-        jmpx.filter_grad(lambda m, x: jitted(m, x), NO_SCALE, policy=policy)(model, X)
+        jmpx.grad(jitted, NO_SCALE, policy=policy)(model, X)
+        jmpx.grad(lambda m, x: jitted(m, x), NO_SCALE, policy=policy)(model, X)
 
 
 def test_a_jitted_function_is_traced_once_for_all_steps():
@@ -281,7 +283,7 @@ def test_a_jitted_function_is_traced_once_for_all_steps():
         return loss(params, x)
 
     for _ in range(3):
-        step = jmpx.filter_grad(lambda p, x: inner(p, x), NO_SCALE, policy=RULES)
+        step = jmpx.grad(lambda p, x: inner(p, x), NO_SCALE, policy=RULES)
         jax.eval_shape(step, model, X)
     assert len(traces) == 1
 
@@ -291,15 +293,15 @@ def test_an_inner_gradient_function_is_told_apart():
 
     def outer(policy, inner_policy):
         def inner(params, x):
-            grads = jmpx.filter_grad(loss, NO_SCALE, policy=inner_policy)(params, x).grads
+            grads = jmpx.grad(loss, NO_SCALE, policy=inner_policy)(params, x).grads
             return jax.tree.leaves(grads)[0].astype(F32).sum()
 
-        grad_fn = jmpx.filter_grad(inner, NO_SCALE, policy=policy)
+        grad_fn = jmpx.grad(inner, NO_SCALE, policy=policy)
         jax.eval_shape(lambda x: grad_fn(params, x)[1], X)
 
     for policies in ((RULES, RULES), ("full", RULES), (RULES, "full")):
         outer(*policies)
-    for policies in ((RULES, "c=bf16,o=f32"), ("c=bf16,o=f32", RULES)):
+    for policies in ((RULES, "by=arguments,c=bf16"), ("by=arguments,c=bf16", RULES)):
         with warns_once(__file__, "has cast its arguments to 16 bits before jmpx.haiku.policies"):
             outer(*policies)
 
@@ -311,7 +313,7 @@ def test_an_inner_gradient_function_is_told_apart():
 def test_the_reduce_of_the_default_counts(name, reduce, short):
     loss, model, rules = case_of(name)
     text = rules if reduce is None else rules.replace("o=f32", f"o=f32,reduce={reduce}")
-    grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, policy=text, over=jmpx.Over(AXIS))
+    grad_fn = jmpx.value_and_grad(loss, NO_SCALE, policy=text, over=jmpx.Over(AXIS))
     run = lambda model, x: tuple(grad_fn(model, x))[1:]  # noqa: E731
     mapped = jax.shard_map(run, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=P())
     lowered = jax.jit(mapped).lower(model, X).as_text()
@@ -335,7 +337,7 @@ def mean_square(w, x):
 @pytest.mark.parametrize(("policy", "jit"), [("c=f16", True), ("16-mixed", False), (F16, False)])
 def test_float16_without_a_loss_scale(policy, jit, rng):
     arguments = normal(rng, 3, 2), normal(rng, 4, 3)
-    make = lambda scale: jmpx.filter_value_and_grad(mean_square, scale, policy=policy)  # noqa: E731
+    make = lambda scale: jmpx.value_and_grad(mean_square, scale, policy=policy)  # noqa: E731
     step = lambda w, x: tuple(make(NO_SCALE)(w, x))  # noqa: E731
     with warns_once(__file__, NO_SCALE_WARNS):
         value, _, _, grads = (jax.jit(step) if jit else step)(*arguments)
@@ -353,12 +355,12 @@ def test_which_policies_need_a_scale(rng):
     def loss(w, x):
         return mean_square(*jmpx.autocast(lambda w, x: (w * 1.0, x), "c=f16")(w, x))
 
-    for policy in ("c=f16; Linear: full", "c=bf16; Linear: f16"):
+    for policy in ("by=modules,c=f16; Linear: full", "by=modules,c=bf16; Linear: f16"):
         with pytest.warns(UserWarning) as caught:
-            jmpx.filter_grad(loss, NO_SCALE, policy=policy)(*arguments)
+            jmpx.grad(loss, NO_SCALE, policy=policy)(*arguments)
         assert any("in float16 without a loss scale" in str(w.message) for w in caught)
-    for policy in ("c=bf16", "full", "params=f16,c=f32,o=f16"):
-        jmpx.filter_grad(mean_square, NO_SCALE, policy=policy)(*arguments)
+    for policy in ("c=bf16", "full", "by=arguments,params=f16,c=f32,o=f16"):
+        jmpx.grad(mean_square, NO_SCALE, policy=policy)(*arguments)
     off = mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False, policy="c=f16")
     off(*arguments)
 
@@ -382,7 +384,7 @@ def test_parameters_in_16_bits_are_warned_of_unless_they_are_meant(framework, wa
     loss, model = in_16_bits(framework)
 
     def step(policy, loss=loss, model=model, **options):
-        grad_fn = jmpx.filter_grad(loss, NO_SCALE, policy=f"by={way},{policy}", **options)
+        grad_fn = jmpx.grad(loss, NO_SCALE, policy=f"by={way},{policy}", **options)
         jax.eval_shape(lambda x: grad_fn(model, x)[1:], X)
 
     with warns_once(
@@ -396,7 +398,7 @@ def test_parameters_in_16_bits_are_warned_of_unless_they_are_meant(framework, wa
     if way == "arguments":  # a frozen base, which is closed over or another argument
         step("c=bf16,o=f32", lambda scale, x: loss(model, x * scale), jnp.ones(()))
         step("c=bf16,o=f32", lambda scale, x, m=model: loss(m, x * scale), jnp.ones(()))
-        apply = jmpx.apply_policy(loss, "c=bf16,o=f32")
+        apply = jmpx.apply_policy(loss, "by=arguments,c=bf16,o=f32")
         jax.eval_shape(apply, model, X)
 
 
@@ -431,7 +433,7 @@ def test_the_outermost_module_gets_uncast_arguments_as_they_are(framework, by_na
     for uncast in (), "times" if by_name else 2:
         for function in (
             jmpx.apply_policy(loss, policy, uncast=uncast),
-            jmpx.filter_grad(loss, SCALE, policy=policy, uncast=uncast),
+            jmpx.grad(loss, SCALE, policy=policy, uncast=uncast),
         ):
             NOTED.clear()
             function(net.model, *args, **named)

@@ -37,21 +37,20 @@ def test_options_are_values(value):
 def test_micro_batches_are_no_traced_number():
     with pytest.raises(TypeError, match="Expected microbatches to be a whole number, got .*: 1 "):
         jax.jit(lambda count: jmpx.Batch(microbatches=count).microbatches)(2)
-    jmpx.filter_grad(  # micro-batches and an axis do not contradict each other
-        jnp.sum, jmpx.NoOpLossScale(), batch=jmpx.Batch(microbatches=2), over=jmpx.Over("rows")
-    )
+    # Micro-batches and an axis do not contradict each other; both may be given as they are.
+    jmpx.grad(jnp.sum, jmpx.NoOpLossScale(), policy="full", microbatches=2, over="rows")
 
 
 # Signatures
 
 
-@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+@pytest.mark.parametrize("make", [jmpx.grad, jmpx.value_and_grad])
 def test_a_gradient_function_can_be_held(make):
     parameters = list(inspect.signature(make).parameters.values())
-    names = "func scaling has_aux policy grad_dtype uncast state_argnum batch over"
+    names = "func loss_scale has_aux policy grad_dtype uncast state_argnum microbatches batch over"
     assert [p.name for p in parameters] == names.split()
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(names.split()[3:])
-    assert parameters == list(inspect.signature(jmpx.filter_grad).parameters.values())
+    assert parameters == list(inspect.signature(jmpx.grad).parameters.values())
     assert len(str(make.__doc__).splitlines()) <= 60
 
 
@@ -75,8 +74,8 @@ class Halve(eqx.Module):
 WRAPPERS = {
     "cast_function": lambda f: mpx.cast_function(f, "bf16", "f32"),
     "force_full_precision": jmpx.force_full_precision,
-    "filter_grad": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale()),
-    "filter_value_and_grad": lambda f: jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale()),
+    "grad": lambda f: jmpx.grad(f, jmpx.NoOpLossScale(), policy="c=bf16"),
+    "value_and_grad": lambda f: jmpx.value_and_grad(f, jmpx.NoOpLossScale(), policy="c=bf16"),
 }
 
 
@@ -124,9 +123,11 @@ def loss_and_aux(params, x):
 def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng):
     params, x = {"w": normal(rng, 3)}, normal(rng, 4, 3)
     scaling, loss = jmpx.DynamicLossScale(2.0**10), loss_and_aux if has_aux else loss_fn
-    of = lambda room: {"value": room.filter_value_and_grad, "grad": room.filter_grad}[name]  # noqa: E731
-    grad_fn: Any = of(jmpx)(loss, scaling, has_aux)
-    plain: Any = of(mpx)(loss, scaling, has_aux, use_mixed_precision=False)
+    is_value = name == "value"
+    make_fn: Any = jmpx.value_and_grad if is_value else jmpx.grad
+    grad_fn = make_fn(loss, scaling, has_aux, policy="c=f16")
+    make_fn = mpx.filter_value_and_grad if is_value else mpx.filter_grad
+    plain = make_fn(loss, scaling, has_aux, use_mixed_precision=False)
     cls, fields = FIELDS[name, has_aux]
     for make in (plain, grad_fn):
         result: Any = RUNS[name, has_aux](make)(params, x)

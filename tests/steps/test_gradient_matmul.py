@@ -58,30 +58,30 @@ WORDS = {"high": "HIGH", "highest": "HIGHEST", "bfloat16": "DEFAULT", "float32":
 def test_a_word_holds_forward_and_backward(word, rng):
     compute = ("f32", "bf16", "f16")[list(WORDS).index(word) % 3]
     scaling = jmpx.DynamicLossScale() if word == "highest" else NOOP
-    grad_fn = jmpx.filter_value_and_grad(mixed, scaling, policy=f"c={compute},m={word}")
+    grad_fn = jmpx.value_and_grad(mixed, scaling, policy=f"by=arguments,c={compute},m={word}")
     found = products_of(grad_fn, *make_args(rng))
     assert sum(product.dtypes == {compute} for product in found) >= 10
     ways = {(*product.dtypes, product.how) for product in found}
     assert ways == {(compute, WORDS[word]), ("f32", WORDS[word])}
 
 
-@pytest.mark.parametrize("policy", ["c=f32,m=highest", "c=bf16", "m=high; Linear: full"])
+@pytest.mark.parametrize("policy", ["m=highest", "by=arguments,c=bf16", "by=modules,m=high"])
 def test_outside_of_the_function_nothing_changes(policy, rng):
     params, x = make_args(rng)
 
     def cast_inside(params, x):
-        return loss(*jmpx.autocast(lambda *args: args)(params, x))
+        return loss(*jmpx.autocast(lambda *args: args)(params, x))  # for by=modules to see a cast
 
     def step(params, x):
         before = x @ params["first"]
-        fn = cast_inside if ";" in policy else loss
-        grads = jmpx.filter_grad(fn, NOOP, policy=policy)(params, x).grads
+        fn = cast_inside if "modules" in policy else loss
+        grads = jmpx.grad(fn, NOOP, policy=policy)(params, x).grads
         return before, x @ params["first"], grads["first"] @ params["first"]
 
     with jax.default_matmul_precision("high"):
         around = [product.how for product in products_of(step, params, x)]
     alone = [product.how for product in products_of(step, params, x)]
-    inside = {"c=f32,m=highest": "HIGHEST"}.get(policy)
+    inside = policy == "m=highest"
     assert around.count("HIGH") == (3 if inside else len(around))  # unset, it is untouched
     assert alone.count("DEFAULT") == (3 if inside else len(alone))
 
@@ -92,7 +92,7 @@ def dots(fn, *args):
 
 @pytest.mark.parametrize("over", [None, jmpx.Over(AXIS)])
 def test_a_dot_algorithm_in_float32(over, rng):
-    grad_fn = jmpx.filter_grad(loss, NOOP, policy="c=f32,m=bf16_bf16_f32_x3", over=over)
+    grad_fn = jmpx.grad(loss, NOOP, policy="c=f32,m=bf16_bf16_f32_x3", over=over)
     run = lambda params, x: grad_fn(params, x).grads  # noqa: E731
     if over is not None:
         run = jax.shard_map(run, mesh=mesh_of(1), in_specs=(P(), P(AXIS)), out_specs=P())
@@ -104,8 +104,8 @@ def test_a_dot_algorithm_in_float32(over, rng):
 @pytest.mark.parametrize("compute", ["bf16", "f16", "half", "f64"])
 def test_a_dot_algorithm_is_put_on_float32_alone(compute, rng):
     with enable_x64():
-        policy = f"c={compute},m=bf16_bf16_f32_x3"
-        grad_fn = jmpx.filter_value_and_grad(mixed, jmpx.StaticLossScale(1), policy=policy)
+        policy = f"by=arguments,c={compute},m=bf16_bf16_f32_x3"
+        grad_fn = jmpx.value_and_grad(mixed, jmpx.StaticLossScale(1), policy=policy)
         found = dots(lambda *args: tuple(grad_fn(*args)), *make_args(rng))
     wide = [eqn for eqn in found if eqn.invars[0].aval.dtype == jnp.float32]
     assert len(wide) >= 2 and len(found) - len(wide) >= 10
@@ -115,7 +115,7 @@ def test_a_dot_algorithm_is_put_on_float32_alone(compute, rng):
 
 def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
     def run(params, x):
-        return jmpx.filter_grad(loss, NOOP, policy="c=bf16")(params, x).grads
+        return jmpx.grad(loss, NOOP, policy="by=arguments,c=bf16")(params, x).grads
 
     surrounded = jmpx.full_precision(jmpx.force_full_precision(run), matmul="F32_F32_F32")
     found = dots(surrounded, *make_args(rng))

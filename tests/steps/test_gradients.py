@@ -1,4 +1,4 @@
-"""`jmpx.filter_value_and_grad` and `jmpx.filter_grad`: values, flags, arguments."""
+"""`jmpx.value_and_grad` and `jmpx.grad`: values, flags, arguments."""
 
 import functools
 
@@ -19,6 +19,7 @@ in_16_bits = pytest.mark.filterwarnings(  # on purpose
 )
 
 NO_SCALE = jmpx.NoOpLossScale()
+HALF = "by=arguments,c=f16"
 
 # Values
 
@@ -30,7 +31,7 @@ NO_SCALE = jmpx.NoOpLossScale()
 def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng):
     # To the bit: a power of two scales exactly, as long as nothing over- or underflows.
     params, x = make_params(rng), normal(rng, 5, 6)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}")
+    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"by=arguments,c={policy}")
     value, scaling, finite, grads = (jax.jit(grad_fn) if jit else grad_fn)(params, x)
     reference = jax.jit(functools.partial(by_hand, dtype=POLICIES[policy]))
     expected_value, expected = reference(params, x)
@@ -56,7 +57,7 @@ def test_the_gradient_ratio_is_exactly_1_on_growth_and_shrink_steps(step, rng):
 
     @jax.jit
     def grads_of(scaling, overflow):
-        grad_fn = jmpx.filter_grad(loss_fn, scaling, policy="c=f16")
+        grad_fn = jmpx.grad(loss_fn, scaling, policy="c=f16")
         return grad_fn({"w": w, "v": jnp.float32(0.0)}, x, overflow)
 
     for power in (-10, 0, 10, 15):
@@ -110,7 +111,7 @@ def test_the_flag_is_that_of_the_gradients_as_they_are_returned(dtype):
     @jax.jit
     def all_scales(slope):
         policy = jmpx.Policy(dtype, dtype, F32)
-        of = lambda s: jmpx.filter_grad(loss_fn, s, policy=policy)(params, slope)  # noqa: E731
+        of = lambda s: jmpx.grad(loss_fn, s, policy=policy)(params, slope)  # noqa: E731
         return {name: tuple(of(scale))[1:] for name, scale in SCALES.items()}
 
     # The largest number, divided by less than 1, overflows only when it is unscaled.
@@ -127,9 +128,9 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
     def tiny(w):
         return (w * jnp.asarray(2.0**-12, w.dtype) * jnp.asarray(2.0**-14, w.dtype)).sum()
 
-    _, _, grads = jmpx.filter_grad(tiny, jmpx.StaticLossScale(2.0**14), policy="c=f16")(w)
+    _, _, grads = jmpx.grad(tiny, jmpx.StaticLossScale(2.0**14), policy=HALF)(w)
     np.testing.assert_array_equal(grads, jax.grad(tiny)(w))
-    _, _, lost = jmpx.filter_grad(tiny, NO_SCALE, policy="c=f16")(w)
+    _, _, lost = jmpx.grad(tiny, NO_SCALE, policy=HALF)(w)
     np.testing.assert_array_equal(lost, np.zeros(16))
 
 
@@ -137,7 +138,7 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
 @in_16_bits
 def test_float16_gradients_are_never_multiplied_or_divided_in_float16(dtype):
     # The loss itself neither multiplies nor divides, so each product is of the scaling.
-    grad_fn = jmpx.filter_grad(lambda p: p["w"].sum(), jmpx.DynamicLossScale(), policy="c=f16")
+    grad_fn = jmpx.grad(lambda p: p["w"].sum(), jmpx.DynamicLossScale(), policy="c=f16")
     found = equations_of(grad_fn, {"w": jnp.ones(8, dtype)})
     arithmetic = [eqn for eqn in found if eqn.primitive.name in ("mul", "div")]
     assert len(arithmetic) >= 3
@@ -184,7 +185,7 @@ def test_models_with_leaves_of_every_kind(rng):
         square = (model.extras["complex"] * model.extras["complex"].conj()).real
         return (h + noise).sum().astype(F32) + square.sum()
 
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES["Dynamic"](), policy="c=f16")
+    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES["Dynamic"](), policy="c=f16")
     value, _, finite, grads = grad_fn(model, rng.normal(size=3).astype(np.float32))
     assert value.dtype == F32 and bool(finite) and isinstance(grads, Model)
     assert all(grads.extras[name] is None for name in others)
@@ -204,13 +205,13 @@ def test_keyword_arguments_aux_and_what_is_cast(rng):
         return (aux["hidden"] * scale).sum(), aux
 
     arguments = {"scale": jnp.float32(0.5), "labels": jnp.arange(5), "name": "train"}
-    options = {"has_aux": True, "policy": "c=bf16"}
-    grad_fn = jmpx.filter_value_and_grad(with_aux, jmpx.DynamicLossScale(2.0), **options)
+    options = {"has_aux": True, "policy": "by=arguments,c=bf16"}
+    grad_fn = jmpx.value_and_grad(with_aux, jmpx.DynamicLossScale(2.0), **options)
     (value, aux), scaling, finite, grads = grad_fn(params, x, **arguments)
     assert seen == {"x": jnp.bfloat16, "scale": jnp.bfloat16, "labels": jnp.int32, "name": "train"}
     assert value.dtype == F32
     assert aux["hidden"].dtype == jnp.bfloat16 and aux["name"] == "train"
-    grad_fn = jmpx.filter_grad(with_aux, jmpx.DynamicLossScale(2.0), **options)
+    grad_fn = jmpx.grad(with_aux, jmpx.DynamicLossScale(2.0), **options)
     result = grad_fn(params, x, **arguments)
     assert len(result) == 4 and result[0] == scaling and result[1] == finite
     np.testing.assert_array_equal(result[2]["w"], grads["w"])
@@ -244,13 +245,13 @@ def test_a_policy_of_the_users_own_does_the_casts(rng):
         return params["w"].sum().astype(F32) + params["b"].sum()
 
     policy = OnlyMatrices("f32", "bf16", "f32")
-    _, _, grads = jmpx.filter_grad(loss_fn, NO_SCALE, policy=policy)(make_params(rng))
+    _, _, grads = jmpx.grad(loss_fn, NO_SCALE, policy=policy)(make_params(rng))
     assert {g.dtype for g in grads.values()} == {F32}
 
 
 def test_numpy_parameters_of_float64_without_x64(rng):
     params = {"w": rng.normal(size=3)}
-    _, finite, grads = jmpx.filter_grad(lambda p: p["w"].sum(), NO_SCALE, policy="bf16")(params)
+    _, finite, grads = jmpx.grad(lambda p: p["w"].sum(), NO_SCALE, policy="bf16")(params)
     assert grads["w"].dtype == F32
     optimizer = optax.sgd(1.0)
     new, _ = jmpx.optimizer_update(params, optimizer, optimizer.init(params), grads, finite)
@@ -258,4 +259,4 @@ def test_numpy_parameters_of_float64_without_x64(rng):
 
 
 def test_a_loss_may_be_a_number_of_python():
-    assert jmpx.filter_value_and_grad(lambda w: 0.5, NO_SCALE, policy="full")(np.ones(2))[0] == 0.5
+    assert jmpx.value_and_grad(lambda w: 0.5, NO_SCALE, policy="full")(np.ones(2))[0] == 0.5

@@ -53,13 +53,13 @@ def looped(run=lambda body, x, layers: jax.lax.scan(body, x, layers)[0]):
 
 def value_and_grad(loss, policy="c=f32", scaling=NO_SCALE, groups=GROUPS, **options):
     batch = jmpx.Batch(**{"sharding": over(groups), **options})
-    return jmpx.filter_value_and_grad(loss, scaling, policy=policy, batch=batch)
+    return jmpx.value_and_grad(loss, scaling, policy=policy, batch=batch)
 
 
 def by_hand(loss, policy, scaling):
     """Groups that the user makes, of a gradient function with a mapped axis: means come last."""
     options = {"policy": policy, "over": jmpx.Over("group")}
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, **options)
+    grad_fn = jmpx.value_and_grad(loss, scaling, **options)
     mapped: Any = jax.vmap(
         lambda params, x: tuple(grad_fn(params, x)),
         in_axes=(None, 0),
@@ -253,7 +253,7 @@ FUNCTIONS = {
 
 
 def plain(loss, policy, scaling):
-    return jmpx.filter_value_and_grad(loss, scaling, policy=policy)
+    return jmpx.value_and_grad(loss, scaling, policy=policy)
 
 
 def collectives_of(way, how, policy, shards):

@@ -56,7 +56,7 @@ def test_values_against_float64(sizes, spec, shards, scale, rng):
     args = jax.device_put(params, put), jax.device_put(x, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh) if here else contextlib.nullcontext():
         options = groups_of(spec if here else NamedSharding(mesh, spec))
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[scale](), **options)
+        grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES[scale](), **options)
         result = jax.jit(grad_fn)(*args)
     assert result.grads_finite and result.value.shape == ()
     assert_near(result, in_float64(params, x))
@@ -68,7 +68,7 @@ def test_an_explicit_mesh_through_auto_axes(how, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     spec = P("data") if how == "spec" else NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, NO_SCALE, **groups_of(spec))
+        grad_fn = jmpx.value_and_grad(loss_fn, NO_SCALE, **groups_of(spec))
         run = jax.sharding.auto_axes(
             lambda *args: tuple(grad_fn(*args))[::3], out_sharding=(P(), {"w": P(), "b": P()})
         )
@@ -85,7 +85,7 @@ def test_which_arguments_are_split(argnums, rng):
         shapes.append((x.shape, y.shape, scale.shape))
         return loss_fn(params, x) + 0 * y.sum() * scale.sum()
 
-    grad_fn = jmpx.filter_grad(loss, NO_SCALE, **groups_of(over(8), argnums=argnums))
+    grad_fn = jmpx.grad(loss, NO_SCALE, **groups_of(over(8), argnums=argnums))
     params, x, y = make_params(rng), normal(rng, EXAMPLES, 6), normal(rng, EXAMPLES, 3)
     jax.eval_shape(lambda *args: grad_fn(*args, scale=jnp.ones(EXAMPLES)).grads, params, x, y)
     # The function is traced once.
@@ -102,7 +102,7 @@ def test_by_default_keys_numbers_and_keyword_arguments_go_whole(rng, key):
         return loss_fn(params, batch["x"]) + jax.random.normal(key) * number, {**aux, "none": None}
 
     batch = {"x": x, "keys": jax.random.split(key, EXAMPLES), "none": None, "text": "unread"}
-    grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, has_aux=True, **groups_of(over(8)))
+    grad_fn = jmpx.value_and_grad(loss, NO_SCALE, has_aux=True, **groups_of(over(8)))
     result = eqx.filter_jit(grad_fn)(params, batch, key, 0, scale=jnp.ones(()))
     value, aux = result.value
     assert_near(result._replace(value=value), in_float64(params, x))
@@ -116,7 +116,7 @@ def test_by_default_keys_numbers_and_keyword_arguments_go_whole(rng, key):
 def test_an_error_of_the_function_is_its_own(rng):
     loss = lambda params, x: jax.vmap(lambda x: x, out_axes=None)(x).sum()  # noqa: E731
     with pytest.raises(ValueError, match="out_axes") as error:
-        jmpx.filter_grad(loss, NO_SCALE, **groups_of(over(8)))(make_params(rng), jnp.ones((8, 6)))
+        jmpx.grad(loss, NO_SCALE, **groups_of(over(8)))(make_params(rng), jnp.ones((8, 6)))
     assert "sharding" not in str(error.value)
 
 
@@ -129,7 +129,7 @@ def linear(w, x):
 
 def summed_in(reduce):
     options = {"policy": f"c=f32,r={reduce}", "batch": EIGHT}
-    return jax.jit(jmpx.filter_grad(linear, NO_SCALE, **options))
+    return jax.jit(jmpx.grad(linear, NO_SCALE, **options))
 
 
 @pytest.mark.parametrize(("reduce", "divisor"), [("bfloat16", 1), ("float16", 8)])
@@ -148,10 +148,10 @@ def test_the_mean_is_that_of_a_loop_over_the_groups(compute, reduce, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     scaling = jmpx.DynamicLossScale(2.0**8)
     options = {"policy": compute if reduce is None else f"{compute},r={reduce}", "batch": EIGHT}
-    grad_fn = jax.jit(jmpx.filter_value_and_grad(loss_fn, scaling, **options))
+    grad_fn = jax.jit(jmpx.value_and_grad(loss_fn, scaling, **options))
     result = grad_fn(params, x)
     assert result.grads_finite and result.scaling.counter == 1
-    alone = jax.jit(jmpx.filter_value_and_grad(loss_fn, scaling, policy=compute))
+    alone = jax.jit(jmpx.value_and_grad(loss_fn, scaling, policy=compute))
     each = [alone(params, part) for part in x.reshape(8, 3, 6)]
     mean = jax.tree.map(lambda *parts: np.mean(np.stack(parts), 0), *each)
     sizes = jax.tree.map(lambda *parts: np.abs(np.stack(parts)).mean(0), *each).grads
@@ -201,7 +201,7 @@ def test_state_is_averaged_and_equal_state_keeps_its_bits(rng):
         return loss_fn(params, x), (new, x)
 
     options = {"has_aux": True, "state_argnum": 1, **groups_of(over(devices))}
-    grad_fn = eqx.filter_jit(jmpx.filter_value_and_grad(loss, NO_SCALE, **options))
+    grad_fn = eqx.filter_jit(jmpx.value_and_grad(loss, NO_SCALE, **options))
     (_, (new, other)), *_ = grad_fn(params, state, x)
     assert other.shape == (devices, EXAMPLES // devices, 6)
     wide = np.asarray(state["mean"], np.float64) * 0.9 + 0.1 * np.asarray(x, np.float64).mean(0)
@@ -235,10 +235,10 @@ def test_statistics_and_random_streams_of_nnx(rng):
         loss = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()  # noqa: E731
         models = [make_net(nnx.Rngs(0)) for _ in range(5)]
         options = groups_of(over(4), microbatches=3)
-        grad_fn = jmpx.filter_value_and_grad(loss, NO_SCALE, **options)
+        grad_fn = jmpx.value_and_grad(loss, NO_SCALE, **options)
         result = nnx.jit(grad_fn)(models[0], x)
         options["batch"] = jmpx.Batch(microbatches=3)
-        alone = nnx.jit(jmpx.filter_value_and_grad(loss, NO_SCALE, **options))
+        alone = nnx.jit(jmpx.value_and_grad(loss, NO_SCALE, **options))
         each = [alone(m, part) for m, part in zip(models[1:], x.reshape(4, 6, 6), strict=True)]
     assert_means((result.value, result.grads), [(one.value, one.grads) for one in each], 1e-5)
     statistics = [nnx.state(model, nnx.BatchStat) for model in models]

@@ -25,8 +25,8 @@ in_16_bits = pytest.mark.filterwarnings(  # on purpose
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
 # Their options come from tables, whose types pyright does not follow.
-filter_grad: Any = jmpx.filter_grad
-filter_value_and_grad: Any = jmpx.filter_value_and_grad
+grad: Any = jmpx.grad
+value_and_grad: Any = jmpx.value_and_grad
 
 
 def parts(count, **options):
@@ -118,7 +118,7 @@ def test_a_batch_that_cannot_be_split_is_refused(count, examples, others, into_g
         return w.sum()
 
     batch = jmpx.Batch(sharding=over(count)) if into_groups else parts(count)
-    grad_fn = filter_grad(loss, NO_SCALE, policy="full", batch=batch)
+    grad_fn = grad(loss, NO_SCALE, policy="full", batch=batch)
     run = lambda x, y: grad_fn(jnp.ones(2), x, y).grads  # noqa: E731
     args = jnp.zeros((examples, 2)), jnp.zeros(others)
     if examples == others and examples % count == 0:
@@ -151,7 +151,7 @@ def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, r
     more = {"y": as_array(normal(rng, 12)), "name": "train", "keys": jax.random.split(key, 12)}
     batch = Examples(as_array(normal(rng, 12, 3)), more)
     w, shift = normal(rng, 3), normal(rng)
-    grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
+    grad_fn = functools.partial(value_and_grad, nested_loss, NO_SCALE, policy="full")
     whole = grad_fn()(w, batch, key, 0.5, shift=shift)
     split = grad_fn(batch=parts(3, argnums=argnums))(w, batch, key, 0.5, shift=shift)
     np.testing.assert_allclose(split.value, whole.value, rtol=1e-6)
@@ -165,7 +165,7 @@ def test_no_length_decides_whether_an_array_is_split():
     for examples in (8, 16):
         args = jnp.ones(6), jnp.ones((examples, 6))
         grad_fn, of_argument = (
-            filter_grad(loss, NO_SCALE, policy="full", batch=parts(4, argnums=n)) for n in (None, 1)
+            grad(loss, NO_SCALE, policy="full", batch=parts(4, argnums=n)) for n in (None, 1)
         )
         with pytest.raises(ValueError, match=r"'weights' .*float32\[8\] in it .* by argnums of"):
             grad_fn(*args, weights=weights)
@@ -181,8 +181,8 @@ def test_arguments_that_are_not_cast_are_split_too():
 
     target = jnp.array([1e6, 2e6, 3e6, 4e6])  # beyond float16
     for uncast in -1, "target":
-        options = {"policy": "c=f16", "batch": parts(2), "uncast": uncast}
-        grad_fn = filter_value_and_grad(loss, jmpx.StaticLossScale(1), **options)
+        options = {"policy": "by=arguments,c=f16", "microbatches": 2, "uncast": uncast}
+        grad_fn = value_and_grad(loss, jmpx.StaticLossScale(1), **options)
         got = grad_fn(jnp.ones(()), jnp.ones(4), target)
         assert float(got.value) == 1 - 2.5e6 and float(got.grads) == 1
 
@@ -198,7 +198,7 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
     params, x = make_params(rng), normal(rng, 24, 6)
     loss, grads = in_float64(params, x)
     options = {"policy": f"c={policy}", "batch": parts(count)}
-    got = jax.jit(filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), **options))(params, x)
+    got = jax.jit(value_and_grad(loss_fn, LOSS_SCALES[kind](), **options))(params, x)
     assert got.value.dtype == F32 and bool(got.grads_finite)
     np.testing.assert_allclose(got.value, loss, rtol=TOLERANCE[policy])
     for name, grad in grads.items():
@@ -238,8 +238,8 @@ def test_wide_and_complex_parameters_keep_their_dtype(rng):
             plain = params["complex"].astype(jnp.complex128)
             return jnp.mean((x @ wide) ** 2) + jnp.mean(jnp.abs(x.astype(plain.dtype) @ plain) ** 2)
 
-        whole = jax.jit(filter_grad(loss, NO_SCALE, policy="c=f64"))(params, x).grads
-        split = filter_grad(loss, NO_SCALE, policy="c=f64", batch=parts(4))(params, x).grads
+        whole = jax.jit(grad(loss, NO_SCALE, policy="by=arguments,c=f64"))(params, x).grads
+        split = grad(loss, NO_SCALE, policy="by=arguments,c=f64", batch=parts(4))(params, x).grads
         assert split["count"] is None
         for name, rtol in {"wide": 1e-12, "complex": 1e-12, "narrow": 0.05}.items():
             assert split[name].dtype == params[name].dtype
@@ -251,7 +251,7 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(rng):
     params, x = make_params(rng), np.array(normal(rng, 8, 6))
     scaling = jmpx.DynamicLossScale(2.0**10, counter=3)
     options = {"policy": "c=f16", "batch": parts(4)}
-    run = jax.jit(filter_value_and_grad(loss_fn, scaling, **options))
+    run = jax.jit(value_and_grad(loss_fn, scaling, **options))
     rows = [{}, {0: np.inf}, {2: -np.inf}, {6: np.nan}]
     for bad in rows:
         given = x.copy()
@@ -265,8 +265,9 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(rng):
 
 
 def test_infinities_that_cancel_are_seen():
-    x, options = jnp.array([1e30, -1e30, 0.0, 0.0]), {"policy": "c=f16", "batch": parts(4)}
-    grad_fn = filter_grad(lambda w, x: (w * x).mean(), jmpx.StaticLossScale(1), **options)
+    x = jnp.array([1e30, -1e30, 0.0, 0.0])
+    options = {"policy": "by=arguments,c=f16", "microbatches": 4}
+    grad_fn = grad(lambda w, x: (w * x).mean(), jmpx.StaticLossScale(1), **options)
     assert not grad_fn(jnp.ones(()), x).grads_finite
 
 
@@ -280,7 +281,7 @@ def test_aux_gets_a_leading_axis_and_other_leaves_stay(rng):
 
     w, x = normal(rng, 3), normal(rng, 8, 3)
     options = {"has_aux": True, "policy": "full", "batch": parts(4)}
-    aux = filter_grad(loss, NO_SCALE, **options)(w, x).aux
+    aux = grad(loss, NO_SCALE, **options)(w, x).aux
     hidden = loss(w, x)[1]["hidden"].reshape(4, 2)
     assert {name: aux[name] for name in others} == others
     np.testing.assert_allclose(aux["hidden"], hidden, rtol=1e-6, atol=1e-6)
@@ -294,7 +295,7 @@ def test_casts_are_those_of_a_whole_batch(policy, rng):
     params, x = make_params(rng), normal(rng, 8, 6)
 
     def dtypes_of(count):
-        grad_fn = filter_grad(func, NO_SCALE, policy=policy, batch=parts(count))
+        grad_fn = grad(func, NO_SCALE, policy=policy, batch=parts(count))
         return [
             (eqn.primitive.name, *(var.aval.dtype.name for var in eqn.invars))
             for eqn in equations_of(grad_fn, params, x)
@@ -317,8 +318,9 @@ def test_model_state_goes_from_one_to_the_next(rest, count, rng):
         others = tuple(value if one == 0 else None for one in rest)
         return value, (new, *others) if rest else new
 
-    options = {"has_aux": True, "policy": "c=bf16", "batch": parts(count), "state_argnum": 2}
-    got = filter_grad(loss, NO_SCALE, **options)(w, x, given).aux
+    options = {"has_aux": True, "batch": parts(count), "state_argnum": 2}
+    options["policy"] = "by=arguments,c=bf16"
+    got = grad(loss, NO_SCALE, **options)(w, x, given).aux
     state, *others = got if rest else [got]
     mean = np.zeros(3, np.float32)
     for part in np.asarray(x.astype(BF16).astype(F32)).reshape(count, -1, 3):
@@ -336,9 +338,7 @@ def test_one_micro_batch_is_the_program_without(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
     options = {"policy": "c=bf16"}
     without, one = (
-        jax.make_jaxpr(filter_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options, **more))(
-            params, x
-        )
+        jax.make_jaxpr(grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options, **more))(params, x)
         for more in ({}, {"batch": jmpx.Batch()})
     )
     assert str(without) == str(one) and "scan[" not in str(one)
@@ -354,7 +354,7 @@ def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis
 
     for count in 2, 16:
         options = {"policy": "c=bf16", "batch": parts(count), "over": axis and jmpx.Over(axis)}
-        run = filter_grad(loss, NO_SCALE, **options)
+        run = grad(loss, NO_SCALE, **options)
         if axis:
             run = jax.shard_map(run, mesh=mesh_of(1), in_specs=(P(), P(AXIS)), out_specs=P())
         lowered = jax.jit(run).lower(make_params(rng), normal(rng, 8 * count, 6))
@@ -374,7 +374,7 @@ def test_memory_of_activations_is_that_of_one():
         return jnp.mean(x**2)
 
     def temporary(count):
-        grad_fn = filter_grad(loss, NO_SCALE, policy="full", batch=parts(count))
+        grad_fn = grad(loss, NO_SCALE, policy="full", batch=parts(count))
         analysis: Any = jax.jit(grad_fn).lower(w, x).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
@@ -393,9 +393,9 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     options: dict[str, Any] = {"policy": f"c=bf16,r={reduce}", "batch": parts(2)}
     if how == "sharding":
         options["batch"] = parts(2, sharding=over(4))
-        grad_fn = filter_grad(loss_fn, NO_SCALE, **options)
+        grad_fn = grad(loss_fn, NO_SCALE, **options)
     else:
-        grad_fn = filter_grad(loss_fn, NO_SCALE, over=jmpx.Over(AXIS), **options)
+        grad_fn = grad(loss_fn, NO_SCALE, over=jmpx.Over(AXIS), **options)
         grad_fn = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
     lowered = jax.jit(grad_fn).lower(params, x)
     assert operations(lowered, in_loops=True).count("stablehlo.dot_general") >= 2
@@ -404,7 +404,7 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     kinds, inside = instructions(compiled), instructions(compiled, in_loops=True)
     assert any(kind.startswith("all-reduce") for kind in kinds) and "dot" in inside
     assert not any(kind.startswith(("all-", "reduce-scatter")) for kind in inside)
-    plain = jax.jit(filter_grad(loss_fn, NO_SCALE, policy="c=bf16"))
+    plain = jax.jit(grad(loss_fn, NO_SCALE, policy="c=bf16"))
     assert_close(compiled(params, x).grads, plain(params, x).grads, 2e-3)
 
 
@@ -419,7 +419,7 @@ def test_maps_average_micro_batches_and_devices_and_state_varies_as_it_is_made(h
     def run(params, x, state):
         options = {"policy": "full", "over": jmpx.Over(AXIS), "batch": parts(2)}
         scaling = jmpx.DynamicLossScale(2.0**10)
-        grad_fn = filter_value_and_grad(loss, scaling, True, state_argnum=2, **options)
+        grad_fn = value_and_grad(loss, scaling, True, state_argnum=2, **options)
         return tuple(grad_fn(params, x, state))
 
     state = {"own": jnp.zeros(6), "averaged": jnp.zeros(6), "steps": jnp.zeros(())}
@@ -453,7 +453,7 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
     options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=mask), "batch": parts(2)}
     of_shard = lambda shard, x: loss(gather(shard), x)  # noqa: E731
-    grad_fn = filter_grad(of_shard, NO_SCALE, **options)
+    grad_fn = grad(of_shard, NO_SCALE, **options)
     specs = {"in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": vma}
     run = jax.shard_map(lambda w, x: grad_fn(w, x).grads, mesh=mesh_of(4), **specs)
     lowered = jax.jit(run).lower(w, x)

@@ -43,7 +43,7 @@ def equinox():
 
 def grad_fn(loss_fn, scale, **options):
     options = {"has_aux": True, "policy": MAP, "state_argnum": 1, **options}
-    return jmpx.filter_value_and_grad(loss_fn, SCALES[scale], **options)
+    return jmpx.value_and_grad(loss_fn, SCALES[scale], **options)
 
 
 def input_of(rng, overflows):
@@ -70,7 +70,9 @@ def test_without_a_scale_nothing_is_added(rng):
         return loss.astype(jnp.float32), state
 
     def taken(scale):
-        return lambda *args: tuple(grad_fn(averaged, scale, policy="c=f16")(*args))[::3]
+        return lambda *args: tuple(grad_fn(averaged, scale, policy="by=arguments,c=f16")(*args))[
+            ::3
+        ]
 
     by_hand = jax.value_and_grad(cast, has_aux=True)
     lowered = [jax.jit(f).lower(params, STATE, x) for f in (taken("none"), by_hand)]
@@ -94,7 +96,7 @@ def test_variables_of_nnx_come_back_and_random_counters_go_on(by, rng):
 
     @nnx.jit
     def step(model, x):
-        found = jmpx.filter_value_and_grad(loss_fn, DYNAMIC, policy=policy)(model, x)
+        found = jmpx.value_and_grad(loss_fn, DYNAMIC, policy=policy)(model, x)
         return found.grads_finite
 
     before = state_of(model)
@@ -114,7 +116,7 @@ def test_an_overflow_in_one_micro_batch_skips_them_all(rng):
     before = state_of(model)
     x = normal(rng, 8, 3).at[7].mul(1e6)
     options = {"policy": "c=f16", "batch": jmpx.Batch(microbatches=4)}
-    step = nnx.jit(jmpx.filter_value_and_grad(squares, DYNAMIC, **options))
+    step = nnx.jit(jmpx.value_and_grad(squares, DYNAMIC, **options))
     assert not step(model, x).grads_finite
     after = state_of(model)
     changed = {path for path in before if not np.array_equal(before[path], after[path])}
@@ -137,7 +139,7 @@ def test_a_scan_over_steps_keeps_the_state_of_the_last_finite_one(rng):
 
     def body(carry, x):
         options = {"has_aux": True, "policy": "c=f16", "state_argnum": 1}
-        f = jmpx.filter_value_and_grad(averaged, carry[1], **options)
+        f = jmpx.value_and_grad(averaged, carry[1], **options)
         (_, state), scale, finite, _ = f(params, carry[0], x)
         return (state, scale), (finite, state)
 

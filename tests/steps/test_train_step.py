@@ -61,7 +61,7 @@ def updated(state, loss_scale, model, finite, grads):
 
 @jax.jit  # one for all tests: the policies around it are always the same
 def train_step(state, batch):
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, has_aux=True, policy="full")
+    grad_fn = jmpx.value_and_grad(loss_fn, state.loss_scale, has_aux=True, policy="full")
     (loss, model), scale, finite, grads = grad_fn(state.params, state.model, *batch)
     return updated(state, scale, model, finite, grads), loss
 

@@ -139,7 +139,7 @@ def test_other_leaves_and_aux_are_as_ever(rng):
     assert result.grads["steps"] is result.grads["name"] is None
     assert dtypes(result.grads) == ["complex64", "float32", "float32"]
     assert_same_bits(result.aux["steps"], params["steps"])
-    value_and_grad = jmpx.filter_value_and_grad(
+    value_and_grad = jmpx.value_and_grad(
         loss, jmpx.NoOpLossScale(), True, policy="f32", grad_dtype=jnp.float32
     )
     assert_same_bits(value_and_grad(params, result.aux["x"]).grads, result.grads)

@@ -63,7 +63,7 @@ def test_loss_scales_from_strings_and_mappings() -> None:
 def test_gradients(x: jax.Array) -> None:
     dynamic = jmpx.DynamicLossScale(8.0)
     policy = jmpx.get_policy_map("bf16-mixed")
-    result = jmpx.filter_grad(loss_fn, dynamic, policy=policy)(make_params(), x, scale=2.0)
+    result = jmpx.grad(loss_fn, dynamic, policy=policy)(make_params(), x, scale=2.0)
     assert_type(result.scaling, jmpx.DynamicLossScale)
     assert_type(result.grads_finite, jax.Array)
     assert isinstance(result.grads, Params)
@@ -75,7 +75,7 @@ def test_gradients(x: jax.Array) -> None:
     assert named._fields == ("scaling", "grads_finite", "grads")
 
     static = jmpx.StaticLossScale(8.0)
-    with_aux = jmpx.filter_grad(loss_and_count, static, has_aux=True)(make_params(), x)
+    with_aux = jmpx.grad(loss_and_count, static, has_aux=True, policy="c=bf16")(make_params(), x)
     assert_type(with_aux.scaling, jmpx.StaticLossScale)
     assert_type(with_aux.grads_finite, jax.Array)
     assert_type(with_aux.aux, int)
@@ -90,7 +90,7 @@ def test_gradients(x: jax.Array) -> None:
 def test_values_and_gradients(x: jax.Array) -> None:
     noop = jmpx.NoOpLossScale()
     policy = jmpx.get_policy_map("f32")
-    result = jmpx.filter_value_and_grad(loss_fn, noop, policy=policy)(make_params(), x, scale=2.0)
+    result = jmpx.value_and_grad(loss_fn, noop, policy=policy)(make_params(), x, scale=2.0)
     assert_type(result.value, jax.Array)
     assert_type(result.scaling, jmpx.NoOpLossScale)
     assert_type(result.grads_finite, jax.Array)
@@ -100,7 +100,8 @@ def test_values_and_gradients(x: jax.Array) -> None:
     assert_type(scaling, jmpx.NoOpLossScale)
     assert_type(grads_finite, jax.Array)
 
-    with_aux = jmpx.filter_value_and_grad(loss_and_count, noop, has_aux=True)(make_params(), x)
+    grad_fn = jmpx.value_and_grad(loss_and_count, noop, has_aux=True, policy="c=bf16")
+    with_aux = grad_fn(make_params(), x)
     assert_type(with_aux.value, tuple[jax.Array, int])
     named: jmpx.types.ValueAndGradients[tuple[jax.Array, int], jmpx.NoOpLossScale] = with_aux
     assert named._fields == ("value", "scaling", "grads_finite", "grads")
@@ -112,8 +113,8 @@ def test_values_and_gradients(x: jax.Array) -> None:
 
 
 def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
-    grad = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
-    value_and_grad = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
+    grad = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
+    value_and_grad = jmpx.value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
     with pytest.raises(TypeError):
         grad(make_params())  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError):
@@ -122,15 +123,17 @@ def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
 
 def test_gradients_in_a_dtype_of_their_own(x: jax.Array) -> None:
     noop, params = jmpx.NoOpLossScale(), jmpx.cast_tree(make_params(), jnp.bfloat16)
-    grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", grad_dtype=jnp.float32)
+    grad = jmpx.grad(loss_fn, noop, policy="by=arguments,bf16", grad_dtype=jnp.float32)
     assert_type(grad(params, x), jmpx.types.Gradients[jmpx.NoOpLossScale])
     for dtype in "float32", np.dtype(np.float32), np.float32, None:
-        value_and_grad = jmpx.filter_value_and_grad(
-            loss_and_count, noop, has_aux=True, policy="bf16", grad_dtype=dtype
+        value_and_grad = jmpx.value_and_grad(
+            loss_and_count, noop, has_aux=True, policy="by=arguments,bf16", grad_dtype=dtype
         )
         assert_type(value_and_grad(params, x).value, tuple[jax.Array, int])
     with pytest.raises(TypeError):
-        jmpx.filter_grad(loss_fn, noop, grad_dtype=32)  # pyright: ignore[reportArgumentType]
+        jmpx.grad(loss_fn, noop, policy="bf16", grad_dtype=32)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.value_and_grad(loss_fn, noop)  # pyright: ignore[reportCallIssue]
 
 
 def test_sharded_parameters_keep_their_type() -> None:
@@ -153,7 +156,7 @@ class State(NamedTuple):
 
 def step(state: State, x: jax.Array, optimizer: optax.GradientTransformation) -> State:
     """A train step, as a program writes it."""
-    grad = jmpx.filter_grad(loss_fn, state.scaling, policy="16-mixed")
+    grad = jmpx.grad(loss_fn, state.scaling, policy="16-mixed")
     scaling, grads_finite, grads = grad(state.params, x)
     params, optimizer_state = jmpx.optimizer_update(
         state.params, optimizer, state.optimizer_state, grads, grads_finite
@@ -233,19 +236,22 @@ def test_options_of_a_gradient_function(x: jax.Array) -> None:
     assert_type(batch, jmpx.Batch)
     assert_type(batch.microbatches, int)
     noop, params = jmpx.NoOpLossScale(), make_params()
-    grad = jmpx.filter_grad(loss_fn, noop, policy="f32", batch=batch, uncast=(1, "scale"))
+    grad = jmpx.grad(loss_fn, noop, policy="f32", batch=batch, uncast=(1, "scale"))
     assert_type(grad(params, x), jmpx.types.Gradients[jmpx.NoOpLossScale])
     over = jmpx.Over("data", sharded=False)
     assert_type(over, jmpx.Over)
-    grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", over=over, batch=None)
+    grad = jmpx.grad(loss_fn, noop, policy="bf16", over=over, batch=None)
     mapped = jax.vmap(grad, in_axes=(None, 0), axis_name="data")
     found = jax.eval_shape(mapped, params, ones(2, 4, 2))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(found, jmpx.types.Gradients)
     with pytest.raises(TypeError):
-        jmpx.filter_grad(loss_fn, noop, batch=8)  # pyright: ignore[reportArgumentType]
+        jmpx.grad(loss_fn, noop, policy="full", batch=8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError):
-        jmpx.filter_grad(loss_fn, noop, over="data")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError):
-        jmpx.filter_grad(loss_fn, noop, axis_name="data")  # pyright: ignore[reportCallIssue]
+        jmpx.grad(loss_fn, noop, policy="full", axis_name="data")  # pyright: ignore[reportCallIssue]
+    assert_type(
+        jmpx.grad(loss_fn, noop, policy="f32", microbatches=2)(params, x),
+        jmpx.types.Gradients[jmpx.NoOpLossScale],
+    )
+    jmpx.grad(loss_fn, noop, policy="f32", over=("data", "model"))
     with pytest.raises(TypeError):
         jmpx.Batch(microbatches="2")  # pyright: ignore[reportArgumentType]

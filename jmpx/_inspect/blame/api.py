@@ -76,7 +76,7 @@ def blame(
         ...     return jnp.mean(h.astype(jnp.float32) ** 2)
         >>> keys = jax.random.split(jax.random.key(0), 8)
         >>> batches = [tuple(jax.random.normal(key, (2, 16, 16))) for key in keys]
-        >>> report = jmpx.inspect.blame(loss_fn, "by=operations,c=bf16")(*batches)
+        >>> report = jmpx.inspect.blame(loss_fn, "c=bf16")(*batches)
         >>> report.rows[0].name, report.rows[0].share > 0.5, report.rows[0].rule
         ('distance', True, '*/distance: full')
     """

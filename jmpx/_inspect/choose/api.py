@@ -33,7 +33,7 @@ _SETS = 4  # strings from no rule to all: with float32, and what follows them, a
 
 def choose(
     func: Callable[..., PyTree],
-    policy: PolicyMapLike = "by=operations,c=bf16",
+    policy: PolicyMapLike = "c=bf16",
     *,
     error: float,
     make_step: Callable[[str], tuple[Callable[..., PyTree], tuple[PyTree, ...]]] | None = None,
@@ -87,7 +87,7 @@ def choose(
         >>> batches = [tuple(jax.random.normal(key, (2, 16, 16))) for key in keys]
         >>> choice = jmpx.inspect.choose(loss_fn, error=0.01)(*batches)
         >>> choice.policy
-        'by=operations,c=bf16,save=products; */distance: full'
+        'c=bf16,save=products; */distance: full'
     """
     base = get_policy_map(policy)
     check_kind(of)
@@ -103,8 +103,8 @@ def choose(
     measure = functools.partial(_measured, relative if metric is None else metric)
     if base.way == "arguments":
         raise ValueError(
-            f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: write "
-            "by=modules or by=operations."
+            f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: leave by "
+            "out, or write by=modules."
         )
 
     given = policy.strip().rstrip(";") if isinstance(policy, str) else str(base)
@@ -325,7 +325,7 @@ def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bo
 
 
 def _wide(base: PolicyMap) -> str:
-    return f"by={base.way},f32"
+    return f"by={base.by},f32" if base.by else "f32"
 
 
 def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:

@@ -60,7 +60,7 @@ def compare(
         >>> def one_by_one(w, x):
         ...     return jax.lax.scan(lambda _, row: (None, all_at_once(w, row)), None, x)[1]
         >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
-        >>> in_half = jmpx.apply_policy(one_by_one, "by=operations,c=bf16")
+        >>> in_half = jmpx.apply_policy(one_by_one, "c=bf16")
         >>> report = jmpx.inspect.compare(all_at_once, in_half)(w, x)
         >>> [(row.scope, 0.0005 < row.error < 0.01) for row in report.rows]
         [('layer', True), ('result', True)]
