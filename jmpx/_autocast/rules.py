@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
+from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours, begins_norm
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.saving import IN_PIECE, Saving
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, promoted
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import holds
 
 Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
 
@@ -35,6 +36,8 @@ class InnerPlace(NamedTuple):
     ends: Ends = NOTHING  # what becomes of its results
     result_dtypes: tuple[np.dtype, ...] = ()  # of its first results; the others come in any
     num_uncast: int = 0  # how many of its first operands are cast inside
+    has_rounded: bool = False  # whether operands that are pending come a second time, rounded
+    rounds: bool = False  # whether results that are pending are rounded
 
 
 class Retraced(NamedTuple):
@@ -122,7 +125,9 @@ class Operation(NamedTuple):
     @property
     def ends(self) -> Ends:
         """What becomes of the results of the jaxpr that the equation holds."""
-        return self.neighbours.ends_within(self.equation)._replace(read=self.read)
+        has_norms = any(value.pending or value.statistic for value in self.values)
+        has_norms = has_norms or holds(self.equation, begins_norm)
+        return self.neighbours.ends_within(self.equation, has_norms)._replace(read=self.read)
 
     def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
         """Returns the operands; the ones that were float32 when traced are in `dtype`."""
@@ -135,9 +140,10 @@ class Operation(NamedTuple):
         values: Sequence[Value],
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
+        **pending: bool,
     ) -> Retraced:
         """Traces the evaluation of a jaxpr whose results are those of the equation."""
-        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast)
+        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast, **pending)
         return self.interpreter.retrace(jaxpr, values, place)
 
 
