@@ -149,10 +149,15 @@ def _roots(jaxpr: Jaxpr) -> dict[Atom, int]:
         name, read = operation_name(equation.primitive.name), variables(equation)
         if read and (name in COPIES or name in ELEMENTWISE):
             (result,) = equation.outvars
-            counts[result] = count = max(counts.get(atom, atom.aval.size) for atom in read)
-            if count > 1 and (name in ROOTS or count == max(roots.get(atom, 0) for atom in read)):
+            counts[result] = count = max(counts.get(atom, _size(atom)) for atom in read)
+            of_roots = max(roots.get(atom, 0) for atom in read)
+            if count > 1 and (name in ROOTS or count == of_roots):
                 roots[result] = count
     return roots
+
+
+def _size(atom: Atom) -> int:
+    return getattr(atom.aval, "size", 0)
 
 
 @once_per_jaxpr
