@@ -209,7 +209,10 @@ def jmpx_style(
     def run(state: PyTree, *arrays: jax.Array) -> Any:
         params, opt_state, scaling = state
         grad_fn = jmpx.value_and_grad(
-            loss_fn or model.loss, scaling, policy=policy or f"by=arguments,compute={dtype}", batch=batch
+            loss_fn or model.loss,
+            scaling,
+            policy=policy or f"by=arguments,compute={dtype}",
+            batch=batch,
         )
         loss, scaling, finite, grads = grad_fn(params, *arrays)
         if scales:
