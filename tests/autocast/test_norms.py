@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import BF16, F32, assert_same_bits, exactly, leniently, normal
+from helpers import BF16, F32, exactly, leniently, normal
 from helpers.autocast import PRODUCTS
 from helpers.jaxprs import trace
 from helpers.op_by_op import one_by_one
