@@ -36,6 +36,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
+from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
@@ -135,7 +136,7 @@ def evaluated(
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
     name = traced_name(args[0] if pure.fn is apply else pure.fn)
-    with fact_set(AUTOCAST, key), products, tracing_explained(by, name):
+    with fact_set(AUTOCAST, key), products, tracing_explained(by, name), summed_in_float32():
         traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
@@ -155,7 +156,8 @@ def evaluated(
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
-    with tracing_explained(by, name):
+    # What runs in 16 bits now, and was traced in float32, has a derivative of its own.
+    with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(traced.jaxpr, values, "", ends)
     for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))

@@ -279,9 +279,14 @@ def weakly_typed(array: Array) -> Array:
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many are carried."""
-    if "num_carry" in eqn.params:  # until JAX 0.11
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return scan_counts_of(eqn.params)
+
+
+def scan_counts_of(params: Params) -> tuple[int, int]:
+    """Returns `scan_counts` of an equation with these parameters."""
+    if "num_carry" in params:  # until JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
 
 
