@@ -377,7 +377,7 @@ def within_precision(x):
         return jnp.tanh(x @ x) @ x
 
 
-DIGITS = "because `precision=` or jax.default_matmul_precision asks for more digits: leave out"
+DIGITS = "because `precision=` or jax.default_matmul_precision asks for more digits: leave that out"
 
 
 @pytest.mark.parametrize("policy", ["c=f16", "c=f16,m=default"])
