@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.cuts import Role
-from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, begins_norm, find_neighbours
+from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
 from jmpx._autocast.pieces import Piece, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
@@ -24,7 +24,7 @@ from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import any_holds, holds, once_per_jaxpr
+from jmpx._jaxprs.inner import holds, once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking, policy_mark, split_policy
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
@@ -81,10 +81,8 @@ class Interpreter:
             env[var].data = ends.has_data and env[var].array.size > 1
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
-        has_norms = any(value.pending or value.statistic for value in values)
-        has_norms = has_norms or any_holds(jaxpr, begins_norm)
-        neighbours = find_neighbours(jaxpr, ends, read)
-        frame = _Frame(scope, neighbours, env, has_norms=has_norms)
+        is_norm = any(value.pending or value.statistic for value in values) or has_norms(jaxpr)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, has_norms=is_norm)
         is_plain = core.looks_for_nans([value.array for value in values])
         if is_plain or self.saving in (None, IN_PIECE):
             one_by_one = self._that_saves(None) if is_plain else self

@@ -8,13 +8,14 @@ import numpy as np
 
 from jmpx._autocast.backward import Flags, Step, find, multiplied, variables, within
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE, exposed
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
-from jmpx._jaxprs.inner import inner_of
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, operation_name
+from jmpx._jaxprs.inner import inner_of, once_per_jaxpr
 
 POWERS = frozenset({"square", "integer_pow"})
 EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
-SUMS = frozenset("reduce_sum reduce_prod reduce_max reduce_min psum psum_invariant".split())
+SUMS = frozenset("reduce_sum reduce_prod psum psum_invariant".split())
+_MASKS = COPIES | {"select_n", "mul"}
 
 # Primitives that choose among numbers. Their derivatives compare the numbers with the chosen one.
 CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
@@ -59,9 +60,9 @@ class Neighbours(NamedTuple):
     has_data: bool  # whether arrays that the jaxpr closes over are data
     read: Mapping[Atom, Dtypes]  # see `reads.number_dtypes`
 
-    def ends_within(self, equation: Equation, has_norms: bool) -> Ends:
+    def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""
-        paths = self.multiplied if self.has_data or has_norms else None
+        paths = self.multiplied
         return Ends(
             exposed=within(exposed, equation, self.exposed),
             raised=within(raised, equation, self.raised),
@@ -148,16 +149,30 @@ def _roots(jaxpr: Jaxpr) -> dict[Atom, int]:
         name, read = operation_name(equation.primitive.name), variables(equation)
         if read and (name in COPIES or name in ELEMENTWISE):
             (result,) = equation.outvars
-            counts[result] = count = max(counts.get(atom, atom.aval.size) for atom in read)
-            if count > 1 and (name in ROOTS or count == max(roots.get(atom, 0) for atom in read)):
+            counts[result] = count = max(counts.get(atom, _size(atom)) for atom in read)
+            of_roots = max(roots.get(atom, 0) for atom in read)
+            if count > 1 and (name in ROOTS or count == of_roots):
                 roots[result] = count
     return roots
 
 
-def begins_norm(equation: Equation) -> bool:
-    """Whether an equation makes a statistic, as a norm does, or the root of one."""
-    name = operation_name(equation.primitive.name)
-    return name in ROOTS or name in SUMS
+def _size(atom: Atom) -> int:
+    return getattr(atom.aval, "size", 0)
+
+
+@once_per_jaxpr
+def has_norms(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr may hold a norm: a root, or a sum other than that of a softmax."""
+    weights: set[Atom] = set()  # of a softmax, which divides them by their sum
+    for equation in jaxpr.eqns:
+        name, read = operation_name(equation.primitive.name), variables(equation)
+        if name in EXPONENTIALS or (name in _MASKS and any(atom in weights for atom in read)):
+            weights.update(equation.outvars)
+        elif name in ROOTS or (name in SUMS and not any(atom in weights for atom in read)):
+            return True
+        elif any(map(has_norms, inner_jaxprs(equation.params))):
+            return True
+    return False
 
 
 def _slopes(named: _Named) -> set[Atom]:

@@ -36,7 +36,9 @@ _OF_STATISTICS |= RESHAPES | PICKS | JOINS | IDENTITIES | PLACEMENTS
 # These hold each number of an array in its order, if they hold all.
 _SHAPES = (RESHAPES | PICKS) - {"transpose", "rev"}
 # These run in float32 on a pending operand: roots, and what chooses the largest numbers.
-_WIDE = frozenset("dot_general get swap sqrt cbrt top_k approx_top_k sort".split())
+_WIDE = frozenset(
+    "dot_general get swap sqrt cbrt reduce_max reduce_min top_k approx_top_k sort".split()
+)
 
 
 def read(operation: Operation) -> Operation:
@@ -122,22 +124,21 @@ def _reads_float32(operation: Operation, i: int) -> bool:
         return True
     if not _is_default(operation) or entry.rule in (full, keep, low) or name in _WIDE:
         return True
-    if operation.result in neighbours.choices:  # rounded as the maximum was
-        return False
-    if not any(var in neighbours.multiplied or () for var in equation.outvars):
-        return True
+    is_wide = any(
+        value.dtype == FLOAT32 and not value.is_weak and not value.pending
+        for value in operation.float32_values
+    )
+    if is_wide or operation.result in neighbours.choices:  # rounded if the maximum was
+        return is_wide
     return (
-        not is_float32(operation.result)
+        not any(var in (neighbours.multiplied or ()) for var in equation.outvars)
+        or not is_float32(operation.result)
         or _keeps_all(operation)
         or _affine_dtype(operation) is not None
         or operation.result in neighbours.statistics
         or (name == "mul" and operation.result in neighbours.summed)
         or (name == "div" and i == 1)
         or (entry.rule is saturating and operation.is_exposed)
-        or any(
-            value.dtype == FLOAT32 and not value.is_weak and not value.pending
-            for value in operation.float32_values
-        )
     )
 
 

@@ -9,12 +9,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours, begins_norm
+from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.saving import IN_PIECE, Saving
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, promoted
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import holds
 
 Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
 
@@ -125,9 +124,7 @@ class Operation(NamedTuple):
     @property
     def ends(self) -> Ends:
         """What becomes of the results of the jaxpr that the equation holds."""
-        has_norms = any(value.pending or value.statistic for value in self.values)
-        has_norms = has_norms or holds(self.equation, begins_norm)
-        return self.neighbours.ends_within(self.equation, has_norms)._replace(read=self.read)
+        return self.neighbours.ends_within(self.equation)._replace(read=self.read)
 
     def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
         """Returns the operands; the ones that were float32 when traced are in `dtype`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.neighbours import Ends, begins_norm
+from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import warnings_of
@@ -149,7 +149,7 @@ def evaluated(
             is_parameter = i < len(leaves) and is_floating(leaves[i])
             value.data = value.is_weak and not is_parameter
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
-    follows_paths = is_loss or any_holds(traced.jaxpr, begins_norm)
+    follows_paths = is_loss or has_norms(traced.jaxpr)
     ends = Ends(is_exposed, multiplied=() if follows_paths else None, has_data=is_loss)
     if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
