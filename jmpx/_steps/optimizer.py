@@ -1,5 +1,6 @@
 """Optimizer steps that are skipped when gradients are not finite."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
@@ -230,9 +231,7 @@ def optimizer_update(
     check_optimizer_arguments(of_nnx, optimizer_state, grads, grads_finite)
     warn_of_views(model)
 
-    def step(*given: PyTree) -> tuple[PyTree, PyTree]:
-        return _stepped(*given, grads_finite, skip_by, extra_args)
-
+    step = functools.partial(_stepped, grads_finite, skip_by, extra_args)
     if not of_nnx:
         return step(model, optimizer, optimizer_state, grads)
     updated_in_place(model, optimizer, grads, grads_finite, step)
@@ -240,13 +239,13 @@ def optimizer_update(
 
 
 def _stepped(
+    grads_finite: Flag,
+    skip_by: SkipBy | None,
+    extra_args: dict[str, Any],
     model: PyTree,
     optimizer: PyTree,
     optimizer_state: PyTree,
     grads: PyTree,
-    grads_finite: Flag,
-    skip_by: SkipBy | None,
-    extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """Returns the new model and the new state of an optax optimizer."""
     check_optimizer(optimizer)

@@ -235,12 +235,11 @@ def test_an_update_keeps_the_types_of_model_and_state() -> None:
 def test_an_update_takes_an_optimizer_of_nnx() -> None:
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(module, optax.sgd(0.5), wrt=nnx.Param)
-    grads = nnx.state(module, nnx.Param)
-    model, same = jmpx.optimizer_update(module, optimizer, grads=grads, grads_finite=True)
+    model, same = jmpx.optimizer_update(module, optimizer, grads=module, grads_finite=True)
     assert_type(model, nnx.Linear)
     assert_type(same, nnx.Optimizer[nnx.Linear])
     with pytest.raises(TypeError):
-        jmpx.optimizer_update(module, optimizer, grads, True)  # pyright: ignore[reportCallIssue]
+        jmpx.optimizer_update(module, optimizer, module, True)  # pyright: ignore[reportCallIssue]
 
 
 def test_options_of_a_gradient_function(x: jax.Array) -> None:
