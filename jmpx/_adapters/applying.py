@@ -95,8 +95,8 @@ def apply_policy(
 
     Warns:
         UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, or if arrays of a model come back
-            rounded.
+            to cast, if something inside casts arguments again, if matmuls stay in float32, or if
+            arrays of a model come back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
