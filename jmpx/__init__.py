@@ -71,6 +71,7 @@ else:
     from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
     from jmpx._base.later import later
     from jmpx._base.of_0_2 import find_names_of_0_2
+    from jmpx._jaxprs import extend as _extend  # noqa: F401
 
     find_names_of_0_2()
 

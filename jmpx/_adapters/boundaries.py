@@ -21,8 +21,6 @@ T = TypeVar("T")
 Cast: TypeAlias = Callable[[PyTree], PyTree]
 Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passes as it is
 
-core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
-
 
 class Uncast:
     """Leaves of arguments that the outermost modules of a function get as they are."""

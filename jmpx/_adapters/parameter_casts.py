@@ -17,8 +17,6 @@ T = TypeVar("T")
 # identity, and the cast.
 _Casts = dict[tuple[int, np.dtype], tuple[PyTree, PyTree]]
 
-core.import_extend()  # now, because the first read is often inside of a trace
-
 
 class ParameterCasts:
     """The casts that are made while a model is traced, anew in each trace: no array may leak."""

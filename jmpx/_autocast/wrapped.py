@@ -47,8 +47,6 @@ from jmpx._policies.registry import rules_of_classes
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
-core.import_extend()  # now, because the first call is often inside of a trace
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -3,8 +3,9 @@
 The way through it:
 
 - `core.py` traces a function, reads equations and their scopes, and runs an equation on other
-  operands. It is the only file that imports `jax.extend`, and hides what differs between versions
-  of JAX. `types.py` names the types that JAX does not make public.
+  operands. It is the only file that uses `jax.extend`, which `extend.py` imports with jmpx, and
+  hides what differs between versions of JAX. `types.py` names the types that JAX does not make
+  public.
 - `inner.py` says how calls, branches, loops and shard maps run the jaxprs that they hold, and goes
   through a jaxpr on values of any kind. Whoever interprets a program begins here.
 - `watched.py` runs a program and shows each equation, with its numbers, to a watcher.

@@ -1,6 +1,6 @@
 """Jaxprs: trace a function, read its equations, run them again on other operands.
 
-This is the only file that touches `jax.extend`, which it imports on first use.
+This is the only file that uses `jax.extend`.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import jax.core
 import numpy as np
 
 from jmpx._base.leaves import PyTree, is_traceable
+from jmpx._jaxprs import extend
+from jmpx._jaxprs.extend import source_info_util as info
 from jmpx._jaxprs.marks import unmarked_stack
 from jmpx._jaxprs.types import (
     Array as Array,
@@ -81,13 +83,6 @@ def _as_traced(array: Array, aval: Aval) -> Array:
     return np.asarray(array, aval.dtype)
 
 
-def import_extend() -> None:
-    """Imports `jax.extend`, which takes 30 ms."""
-    # Since JAX 0.12 that adds to the keys of all of JAX's caches: a function in whose first trace
-    # it happens is traced and compiled again at its second call.
-    import jax.extend  # noqa: F401
-
-
 def current_trace() -> object:
     """Returns an object that equals those of the same trace: of one body of a jaxpr."""
     return _of_core("get_opaque_trace_state")()
@@ -96,9 +91,7 @@ def current_trace() -> object:
 @functools.cache
 def _of_core(name: str) -> Callable[[], Any]:
     """Returns a function of traces, in `jax.core` until some line between JAX 0.7 and 0.10."""
-    from jax.extend import core
-
-    return getattr(core, name, None) or getattr(jax.core, name)
+    return getattr(extend.core, name, None) or getattr(jax.core, name)
 
 
 # The traces of functions that are differentiated, whose results have the dtypes of cotangents.
@@ -124,7 +117,7 @@ def enclosing_bodies() -> list[str | None]:
 
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
-    return hasattr(atom, "val")  # The class is in `jax.extend`, whose import has a price.
+    return hasattr(atom, "val")
 
 
 def operation_name(primitive: str) -> str:
@@ -205,8 +198,6 @@ def stack_of(eqn: Equation) -> Scopes:
 @contextlib.contextmanager
 def within_scopes(scopes: Scopes) -> Iterator[None]:
     """Lets operations run in more scopes, as `stack_of` returns them."""
-    from jax.extend import source_info_util as info
-
     with info.set_name_stack(info.current_name_stack() + info.NameStack(scopes)):
         yield
 
@@ -217,8 +208,6 @@ def at_source_of(eqn: Equation, *scopes: str, depth: int = 0) -> Iterator[None]:
 
     The first scopes of the equation, as many as `depth` says, are around the operations already.
     """
-    from jax.extend import source_info_util as info
-
     stack = info.current_name_stack() + info.NameStack(stack_of(eqn)[depth:])
     for scope in scopes:
         stack = stack.extend(scope)
