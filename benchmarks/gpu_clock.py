@@ -16,6 +16,7 @@ time.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -95,9 +96,9 @@ PROFILED = ("by hand", SUMS_WIDE, "c=bf16")
 
 
 class Program(NamedTuple):
-    """A compiled step, and what it begins with."""
+    """A step that is lowered, and what it begins with."""
 
-    compiled: Any
+    lowered: Any
     step: Step
     model: str
     small: bool
@@ -116,15 +117,15 @@ def drawn(model: str, small: bool) -> tuple[Any, Any]:
     return jax.device_get((networks[small].init(rng), networks[small].batch(rng, size)))
 
 
-def compiled(model: str, way: str, small: bool = False, **options: str) -> Program:
+def lower(model: str, way: str, small: bool = False) -> Program:
     (size, *networks), (make, dtype, form) = MODELS[model], WAYS[model][way]
     network = dataclasses.replace(networks[small], **form)
     step = make(network, dtype, steps.ADAM, scales=dtype == "float16")
     traced = steps.traced(step, *model_steps.abstract(step, network, size), None).step
-    return Program(traced.lower().compile(options), step, model, small)
+    return Program(traced.lower(), step, model, small)
 
 
-compiling: dict[tuple[Any, ...], Future[Program]] = {}
+compiling: dict[tuple[Any, ...], tuple[Program, Future[Any]]] = {}
 
 
 def prepare(points: list[Record]) -> None:
@@ -135,32 +136,35 @@ def prepare(points: list[Record]) -> None:
         sys.exit(2)
     pool = ThreadPoolExecutor(THREADS)
     for point in points:
-        compiling[tuple(point.values())] = pool.submit(compiled, **point)
+        with contextlib.suppress(Exception):  # which `measure` meets again
+            program = lower(**point)
+            compiling[tuple(point.values())] = program, pool.submit(program.lowered.compile)
 
 
 def measure(**point: Any) -> Record:
     """Returns what was found; a step that fails is a result, too."""
     try:
-        return timing(compiling.pop(tuple(point.values())).result())
+        program, compiled = compiling.pop(tuple(point.values()), None) or (lower(**point), None)
+        return timing(program, compiled.result() if compiled else program.lowered.compile())
     except Exception as error:
         status = "oom" if "RESOURCE_EXHAUSTED" in str(error) else "error"
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return {"status": status, "message": message}
 
 
-def timing(program: Program) -> Record:
+def timing(program: Program, compiled: Any) -> Record:
     leaves, batch = program.start()
     count, times, loss = 1, [], math.nan
     for _ in range(2 + ROUNDS):  # the first two say how many steps a turn has
         start = time.perf_counter()
         for _ in range(count):
-            leaves, loss = program.compiled(leaves, *batch)
+            leaves, loss = compiled(leaves, *batch)
         jax.block_until_ready((leaves, loss))
         times.append((time.perf_counter() - start) / count)
         count = math.ceil(SLICE_S / min(SLICE_S, times[1])) if len(times) > 1 else 1
     low, median, high = (1000 * seconds for seconds in statistics.quantiles(times[2:], n=4))
     figures = {"step_ms": median, "step_ms_quartiles": [low, high]}
-    peak = program.compiled.memory_analysis().peak_memory_in_bytes / 2**20
+    peak = compiled.memory_analysis().peak_memory_in_bytes / 2**20
     return {"status": "ok", **figures, "peak_mib": peak, "loss": float(loss)}
 
 
@@ -173,14 +177,15 @@ def profile(folder: Path, small: bool = False) -> str:
     # XLA makes graphs of kernels, in which these have no names.
     options = {} if small else {"xla_gpu_enable_command_buffer": ""}
     for way in PROFILED:
-        program = compiled("language model", way, small, **options)
-        every = Module(program.compiled.as_text()).instructions.values()
+        program = lower("language model", way, small)
+        compiled = program.lowered.compile(options)
+        every = Module(compiled.as_text()).instructions.values()
         scopes = {one.name.removeprefix("%"): one.scope for one in every}
         leaves, batch = program.start()
-        leaves, _ = jax.block_until_ready(program.compiled(leaves, *batch))
+        leaves, _ = jax.block_until_ready(compiled(leaves, *batch))
         with jax.profiler.trace(folder / way):
             for _ in range(STEPS):
-                leaves, _ = program.compiled(leaves, *batch)
+                leaves, _ = compiled(leaves, *batch)
             jax.block_until_ready(leaves)
         spent = milliseconds(max((folder / way).rglob("*.xplane.pb"), key=os.path.getmtime))
         rows += (
