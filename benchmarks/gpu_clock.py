@@ -190,14 +190,14 @@ def profile(folder: Path, small: bool = False) -> str:
         spent = milliseconds(max((folder / way).rglob("*.xplane.pb"), key=os.path.getmtime))
         rows += (
             (way, f"{spent[name] / STEPS:.3f}", name, scopes[name])
-            for name in sorted(spent.keys() & scopes.keys(), key=spent.get, reverse=True)[:LONGEST]
+            for name in sorted(spent.keys() & scopes, key=lambda name: -spent[name])[:LONGEST]
         )
     return records.table(("language model", "ms a step", "kernel", "scope"), rows)
 
 
 def milliseconds(file: Path) -> dict[str, float]:
     """Returns the time of each instruction in a profile."""
-    spent = collections.Counter[str]()
+    spent = collections.defaultdict[str, float](float)
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in gpus or planes:

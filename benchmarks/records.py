@@ -40,7 +40,7 @@ def main(
     arguments: list[str] | None = None,
     out: Path = CPU,
     by_version: bool = False,
-    prepare: Callable[[list[Record]], None] = len,
+    prepare: Callable[[list[Record]], Any] = len,
 ) -> None:
     """Measures the points that have no line yet, and keeps the line of each as soon as it is there.
 
