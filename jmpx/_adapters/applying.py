@@ -30,6 +30,7 @@ from jmpx._base.stateful import (
     PureFunction,
     call,
 )
+from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
@@ -94,8 +95,8 @@ def apply_policy(
 
     Warns:
         UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, or if arrays of a model come back
-            rounded.
+            to cast, if something inside casts arguments again, if matmuls stay in float32, or if
+            arrays of a model come back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
@@ -196,6 +197,7 @@ class Application(NamedTuple):
             "operations": self._by_operations,
         }
         with contextlib.ExitStack() as stack:
+            stack.enter_context(summed_in_float32())
             # In a context around a gradient function, `full` of that means no casts of its own.
             if self.policy_map.way != "modules" and self.name == _NAME:
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`

@@ -16,6 +16,7 @@ from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import matmul_region
 from jmpx._base.nnx_objects import skip_kept
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._jaxprs.scopes import full_precision
 
 P = ParamSpec("P")
@@ -95,7 +96,7 @@ def _recast(func: Callable[P, R], inside: DTypeLike, outside: DTypeLike | None) 
         return_dtype = _widest_floating((args[1:], kwargs)) if outside is None else outside
         args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
-        with scope, matmul_region(None, inside):
+        with scope, matmul_region(None, inside), summed_in_float32():
             result, updates = pure(state, *args, **kwargs)
             updates = refuse_set(pure, state, args, kwargs, updates)
         return result if return_dtype is None else cast_tree(result, return_dtype), updates

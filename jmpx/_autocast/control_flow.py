@@ -17,6 +17,8 @@ from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import CALLS
 from jmpx._policies.modules import marked_calls
 
+# Parameters of a jitted function that hold something for each of its operands.
+_OF_OPERANDS = ("in_shardings", "in_layouts", "donated_invars")
 Tangent: TypeAlias = Any  # an array or a symbolic zero
 
 
@@ -29,12 +31,20 @@ def function_call(operation: Operation) -> list[Value]:
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # The equations run one by one, so that JAX finds the one that makes a NaN.
         return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
-    retraced = operation.retrace(jaxpr, values)
-    if isinstance(retraced.jaxpr, type(jaxpr)):
-        return _rebind(operation, retraced.results, **{key: retraced.jaxpr})
-    if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(operation, is_weak=True)
-    return _rebind(operation, retraced.results, **{key: retraced.jaxpr.jaxpr})
+    retraced = operation.retrace(jaxpr, values, has_rounded=True)
+    inner, arrays = retraced.jaxpr, [value.array for value in values]
+    if not isinstance(inner, type(jaxpr)):
+        if inner.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
+            return run_as_traced(operation, is_weak=True)
+        inner = inner.jaxpr
+    # The function gets what is pending in both dtypes, and casts nothing again: a checkpoint saves
+    # in float32 only what something in it reads in float32.
+    pending = [i for i, value in enumerate(values) if value.pending]
+    of_operands = {key: params[key] for key in _OF_OPERANDS if pending and key in params}
+    more = {key: (*each, *(each[i] for i in pending)) for key, each in of_operands.items()}
+    arrays += [value.to(value.pending) for value in values if value.pending]
+    results = bind_arrays(operation.equation, arrays, **{key: inner}, **more)
+    return list(map(Value.of, results, retraced.results))
 
 
 def _rebind(operation: Operation, results: Sequence[Traits], **params: object) -> list[Value]:
@@ -81,16 +91,18 @@ def scan(operation: Operation) -> list[Value]:
     carry = _carry(operation, num_consts, end)
     operands = [*values[:num_consts], *carry, *_slices(operation, end)]
     dtypes = [value.dtype for value in carry]
-    retraced = operation.retrace(equation.params["jaxpr"], operands, dtypes, num_consts)
+    is_single = equation.params["length"] == 1
+    jaxpr, rounds = equation.params["jaxpr"], not is_single  # what is stacked is kept
+    retraced = operation.retrace(jaxpr, operands, dtypes, num_consts, rounds=rounds)
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
             operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
     scanned = operation._replace(values=operands)
     traits = [*map(_of_carry, retraced.results[:num_carry])]
-    is_single = equation.params["length"] == 1
     for each in retraced.results[num_carry:]:  # what is one number in each turn may be many in all
-        traits.append(each if is_single else each._replace(uniform=False, number=None))
+        stacked = each._replace(uniform=False, number=None, statistic=0)
+        traits.append(each if is_single else stacked)
     return _rebind(scanned, traits, jaxpr=retraced.jaxpr)
 
 

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.cuts import Role
-from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
+from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
 from jmpx._autocast.pieces import Piece, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
@@ -24,7 +25,7 @@ from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import holds, once_per_jaxpr
-from jmpx._jaxprs.marks import is_marking
+from jmpx._jaxprs.marks import is_marking, policy_mark, split_policy
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
@@ -38,6 +39,7 @@ class _Frame(NamedTuple):
     env: dict[Atom, Value]
     named: Collection[Atom] = ()  # results that a checkpoint saves by their name
     depth: int = 0  # how many of the scopes of each equation are around its operations already
+    has_norms: bool = False  # whether there may be statistics or pending values; see `pending.py`
 
     def read(self, atom: Atom) -> Value:
         """Returns the value of an operand."""
@@ -76,10 +78,11 @@ class Interpreter:
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
-            env[var].data = ends.multiplied is not None and env[var].array.size > 1
+            env[var].data = ends.has_data and env[var].array.size > 1
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
-        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env)
+        is_norm = any(value.pending or value.statistic for value in values) or has_norms(jaxpr)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, has_norms=is_norm)
         is_plain = core.looks_for_nans([value.array for value in values])
         if is_plain or self.saving in (None, IN_PIECE):
             one_by_one = self._that_saves(None) if is_plain else self
@@ -106,6 +109,8 @@ class Interpreter:
             except Exception as error:
                 note_source(error, equation)
                 raise
+            if frame.has_norms:
+                pending.note(operation, results)
             for result in results:
                 result.data |= result.is_weak and any(v.data for v in operation.values)
             if equation.outvars and equation.outvars[0] in frame.named:
@@ -116,7 +121,7 @@ class Interpreter:
 
     def _operation(self, equation: Equation, frame: _Frame) -> Operation:
         name = operation_name(equation.primitive.name)
-        scope = core.scope_within(frame.scope, equation)
+        scope, _ = split_policy(core.scope_within(frame.scope, equation))
         values = [frame.read(atom) for atom in equation.invars]
         if frame.neighbours.is_last(equation):
             values = [value.kept() for value in values]
@@ -125,7 +130,8 @@ class Interpreter:
         self.used.operations.add(name)
         neighbours = frame.neighbours
         read = tuple(result_dtypes(equation, neighbours.read, scope, self.regions))
-        return Operation(equation, values, self, scope, region, override, neighbours, read)
+        operation = Operation(equation, values, self, scope, region, override, neighbours, read)
+        return pending.read(operation) if frame.has_norms else operation
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
@@ -151,6 +157,9 @@ class Interpreter:
         last = set(piece.last)
         is_read = tuple(var not in last for var in piece.inputs)
         place = frame.scope, len(around), frame.neighbours, self.regions
+        for value in values:
+            if value.pending:  # if nothing in the piece reads it in float32, that is not saved
+                value.to(value.pending)
         key = saving, is_read, key_of(piece, values, *place)
         call = checkpointed(run, values, is_read, saving)
         with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
@@ -180,12 +189,20 @@ def _retraced(
     results: list[Traits] = []
 
     def on_arrays(*arrays: Array) -> list[Array]:
-        inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
+        inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=False)]
+        if place.has_rounded:
+            pairs = zip((v for v in inputs if v.pending), arrays[len(traits) :], strict=True)
+            for value, array in pairs:
+                value.casts[array.dtype, False] = array
         for i in range(num_uncast):
             inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
         outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
         for i, dtype in enumerate(place.result_dtypes):
             outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
+        if place.rounds:
+            outputs = [
+                Value(v.to(v.pending), False, v.tangent) if v.pending else v for v in outputs
+            ]
         results[:] = [output.traits for output in outputs]
         return [output.array for output in outputs]
 
@@ -193,6 +210,9 @@ def _retraced(
         var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
         for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
     ]
+    if place.has_rounded:
+        pairs = zip(avals, traits, strict=True)
+        avals += [core.with_dtype(aval, each.pending) for aval, each in pairs if each.pending]
     return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
@@ -200,6 +220,8 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
+    if is_marking() and not split_policy(core.scope_of(operation.equation))[1]:
+        scopes.append(policy_mark(operation.region.policy))
     with core.at_source_of(operation.equation, *scopes, depth=depth):
         return _apply_rule(operation)
 

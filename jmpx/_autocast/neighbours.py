@@ -7,12 +7,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from jmpx._autocast.backward import Flags, Step, find, multiplied, variables, within
-from jmpx._autocast.exposed import COPIES, exposed
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
-from jmpx._jaxprs.inner import inner_of
+from jmpx._autocast.exposed import COPIES, ELEMENTWISE, exposed
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, operation_name
+from jmpx._jaxprs.inner import inner_of, once_per_jaxpr
 
 POWERS = frozenset({"square", "integer_pow"})
 EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
+ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
+SUMS = frozenset("reduce_sum reduce_prod psum psum_invariant".split())
+_MASKS = COPIES | {"select_n", "mul"}
 
 # Primitives that choose among numbers. Their derivatives compare the numbers with the chosen one.
 CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
@@ -29,7 +32,9 @@ class Ends(NamedTuple):
     exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
     raised: tuple[bool, ...] = ()  # which are read by an exponential
     summed: tuple[bool, ...] = ()  # which are read by a sum
+    normalized: tuple[bool, ...] = ()  # which are multiplied by a root
     multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
+    has_data: bool = False  # whether arrays that the jaxpr closes over are data; see `Traits`
     # The dtypes in which the numbers of the first results are read; see `reads.number_dtypes`.
     read: tuple[Dtypes, ...] = ()
 
@@ -50,7 +55,9 @@ class Neighbours(NamedTuple):
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
     raised: frozenset[Atom]  # variables that an exponential reads
     summed: frozenset[Atom]  # those that a sum reads
+    normalized: frozenset[Atom]  # those that a root of fewer numbers multiplies, or divides
     multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
+    has_data: bool  # whether arrays that the jaxpr closes over are data
     read: Mapping[Atom, Dtypes]  # see `reads.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
@@ -60,12 +67,14 @@ class Neighbours(NamedTuple):
             exposed=within(exposed, equation, self.exposed),
             raised=within(raised, equation, self.raised),
             summed=within(summed, equation, self.summed),
+            normalized=within(normalized, equation, self.normalized),
             multiplied=None if paths is None else within(multiplied, equation, paths),
+            has_data=self.has_data,
         )
 
     def said_of(self, atoms: Sequence[Atom]) -> Hashable:
         """Returns what is known of some results."""
-        known = (found or () for found in self[:-1])
+        known = (found or () for found in self[:-2])
         flags = (tuple(atom in found for atom in atoms) for found in known)
         return tuple(flags), tuple(map(self.read.get, atoms))
 
@@ -85,7 +94,9 @@ def find_neighbours(jaxpr: Jaxpr, ends: Ends, read: Mapping[Atom, Dtypes]) -> Ne
     paths = None if ends.multiplied is None else find(jaxpr, multiplied, ends.multiplied)
     read_by = find(jaxpr, raised, ends.raised), find(jaxpr, summed, ends.summed)
     found = _statistics(named, *read_by), _slopes(named), _choices(named)
-    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), *read_by, paths, read)
+    read_by += (find(jaxpr, normalized, ends.normalized),)
+    is_exposed = find(jaxpr, exposed, ends.exposed)
+    return Neighbours(*found, is_exposed, *read_by, paths, ends.has_data, read)
 
 
 def _statistics(named: _Named, raised: Collection[Atom], summed: Collection[Atom]) -> set[Atom]:
@@ -113,6 +124,55 @@ def _is_read(names: Collection[str], equation: Equation, found: Collection[Atom]
     name = operation_name(equation.primitive.name)
     is_copied = name in COPIES and equation.outvars[0] in found
     return (name in names or is_copied,) * len(equation.invars)
+
+
+def normalized(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that a root of fewer numbers multiplies or divides."""
+    return functools.partial(_is_normalized, _roots(jaxpr))
+
+
+def _is_normalized(roots: Mapping[Atom, int], equation: Equation, found: Collection[Atom]) -> Flags:
+    name, atoms = operation_name(equation.primitive.name), equation.invars
+    if name not in ("mul", "div") or not roots:
+        is_copied = name in COPIES and equation.outvars[0] in found
+        return (is_copied,) * len(atoms)
+    size = equation.outvars[0].aval.size
+    is_root = [not is_literal(atom) and 0 < roots.get(atom, 0) < size for atom in atoms]
+    return is_root[1] and not is_root[0], is_root[0] and not is_root[1] and name == "mul"
+
+
+def _roots(jaxpr: Jaxpr) -> dict[Atom, int]:
+    """Returns roots of arrays, and what is made of them and of no more numbers: how many each."""
+    roots: dict[Atom, int] = {}
+    counts: dict[Atom, int] = {}  # of numbers in what is made of broadcast arrays
+    for equation in jaxpr.eqns:
+        name, read = operation_name(equation.primitive.name), variables(equation)
+        if read and (name in COPIES or name in ELEMENTWISE):
+            (result,) = equation.outvars
+            counts[result] = count = max(counts.get(atom, _size(atom)) for atom in read)
+            of_roots = max(roots.get(atom, 0) for atom in read)
+            if count > 1 and (name in ROOTS or count == of_roots):
+                roots[result] = count
+    return roots
+
+
+def _size(atom: Atom) -> int:
+    return getattr(atom.aval, "size", 0)
+
+
+@once_per_jaxpr
+def has_norms(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr may hold a norm: a root, or a sum other than that of a softmax."""
+    weights: set[Atom] = set()  # of a softmax, which divides them by their sum
+    for equation in jaxpr.eqns:
+        name, read = operation_name(equation.primitive.name), variables(equation)
+        if name in EXPONENTIALS or (name in _MASKS and any(atom in weights for atom in read)):
+            weights.update(equation.outvars)
+        elif name in ROOTS or (name in SUMS and not any(atom in weights for atom in read)):
+            return True
+        elif any(map(has_norms, inner_jaxprs(equation.params))):
+            return True
+    return False
 
 
 def _slopes(named: _Named) -> set[Atom]:

@@ -26,12 +26,11 @@ from jmpx._autocast.saving import Saving, is_batched_product
 from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Scopes
-from jmpx._jaxprs.inner import holds, once_per_jaxpr
+from jmpx._jaxprs.inner import CHECKPOINT, holds, once_per_jaxpr
 from jmpx._jaxprs.structure import structure_of
 
 # Their jaxprs are cut as the one around them is.
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
-_CHECKPOINT = "remat2"
 _NOT_DIFFERENTIATED = "while"
 # It does not matter if an equation with such an effect runs twice or later.
 _HARMLESS = frozenset({"NamedAxisEffect"})
@@ -117,7 +116,7 @@ def _role(equation: Equation, inside: Saving) -> Role:
         return Role.INSIDE if is_cut else Role.PRODUCT
     if name == _NOT_DIFFERENTIATED or not is_holder:
         return Role.ALONE
-    return Role.LEFT if has_effect or name == _CHECKPOINT else Role.PRODUCT
+    return Role.LEFT if has_effect or name == CHECKPOINT else Role.PRODUCT
 
 
 def _grouped(roles: Sequence[Role], cuts: Collection[int]) -> Iterator[tuple[Role, list[int]]]:

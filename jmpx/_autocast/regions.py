@@ -28,7 +28,8 @@ class Used:
         self.operations = set[str]()  # names of primitives
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
         self.left = set[Place | None]()  # by `save=`, None for all
-        self.products = set[bool]()  # whether those run in 16 bits that should; see `warned.py`
+        # Why products keep their dtypes which should run in 16 bits, "" for those that run so.
+        self.kept = set[str]()
         self.wide = set[Equation]()  # whose products should have 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:
@@ -50,6 +51,12 @@ class Region(NamedTuple):
     def is_full(self) -> bool:
         """Whether equations run in the dtypes in which they were traced."""
         return self.dtype.itemsize >= 4
+
+    @property
+    def policy(self) -> str:
+        """What holds here, as a policy is written."""
+        algorithm = "" if self.algorithm is None else f",matmul={self.algorithm.name}"
+        return f"compute={self.dtype.name}{algorithm}"
 
     def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
         """Returns the region that a policy rule makes of this one."""

@@ -35,6 +35,8 @@ class InnerPlace(NamedTuple):
     ends: Ends = NOTHING  # what becomes of its results
     result_dtypes: tuple[np.dtype, ...] = ()  # of its first results; the others come in any
     num_uncast: int = 0  # how many of its first operands are cast inside
+    has_rounded: bool = False  # whether operands that are pending come a second time, rounded
+    rounds: bool = False  # whether results that are pending are rounded
 
 
 class Retraced(NamedTuple):
@@ -135,9 +137,10 @@ class Operation(NamedTuple):
         values: Sequence[Value],
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
+        **pending: bool,
     ) -> Retraced:
         """Traces the evaluation of a jaxpr whose results are those of the equation."""
-        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast)
+        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast, **pending)
         return self.interpreter.retrace(jaxpr, values, place)
 
 

@@ -13,7 +13,8 @@ from jax import lax
 
 Array = jax.Array | np.ndarray  # a tracer, an array, or a constant of a jaxpr
 FLOAT32 = np.dtype(np.float32)
-LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+BFLOAT16 = np.dtype(jnp.bfloat16)
+LOW = (BFLOAT16, np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
@@ -37,6 +38,8 @@ class Traits(NamedTuple):
     # Whether an input other than a parameter, or an array that is closed over, contributes to it
     # while it is weak; it is then weak only on the path to a product.
     data: bool = False
+    statistic: int = 0  # how many numbers a sum of activations, or what is made of it, has; else 0
+    pending: np.dtype | None = None  # the dtype in which what is no norm reads it; see `pending.py`
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -61,6 +64,8 @@ class Value:
     held_by: frozenset[np.dtype] | None = None
     number: bytes | None = None
     data: bool = False
+    statistic: int = 0
+    pending: np.dtype | None = None
     casts: dict[tuple[np.dtype, bool], Array] = dataclasses.field(default_factory=dict)
     source: "tuple[Value, Callable[[Array], Array]] | None" = None
 
@@ -147,11 +152,11 @@ class Value:
 
 def join(several: Sequence[Traits]) -> Traits:
     """Returns the traits of the array that others become where they meet, as in two branches."""
-    dtype = promoted(several)
     if all(traits == several[0] for traits in several):
         return several[0]
+    several = [traits._replace(dtype=traits.pending or traits.dtype) for traits in several]
     return Traits(
-        dtype,
+        promoted(several),
         is_weak=all(traits.is_weak for traits in several),
         tangent=any(traits.tangent for traits in several),
         uniform=all(traits.uniform for traits in several),

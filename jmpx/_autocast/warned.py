@@ -5,7 +5,6 @@ in the dtypes of the forward pass: autocast cannot evaluate it in others. The sa
 function with a partitioning of its own, and for a kernel.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -18,34 +17,29 @@ from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import ENTRIES, Operation, is_float32, lookup
 from jmpx._autocast.value import FLOAT32
 from jmpx._base.messages import did_you_mean
+from jmpx._base.text import share_text
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Equation, operation_name
+from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.flops import flops_of
 from jmpx._jaxprs.marks import Module, module_of, without_marks
+from jmpx._jaxprs.moves import FOREIGN
 from jmpx._jaxprs.places import place_of
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
+_PRECISE = "`precision=` or jax.default_matmul_precision asks for more digits"
 _FUNCTIONS = (jax.nn, jnp, jax.lax)  # whose functions users take for operations
 
 
-def warnings_of(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
-    """Yields what to warn of after an evaluation; the modules are those that the arguments hold."""
+def warnings_of(
+    policy_map: PolicyMap, used: Used, modules: Iterable[Module], jaxpr: Jaxpr
+) -> Iterator[str]:
+    """Yields what to warn of after an evaluation of a jaxpr.
+
+    The modules are those that the arguments hold.
+    """
     yield from _unused_rules(policy_map, used, modules)
-    yield from _wide_products(policy_map, used)
+    yield from _wide_products(policy_map, used, jaxpr)
     yield from _unused_saving(used)
-
-
-@contextlib.contextmanager
-def attention_explained() -> Iterator[None]:
-    """Adds the remedy to JAX's error of an attention by cuDNN, which refuses to trace float32."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if "must be fp16" in str(error):
-            error.add_note(
-                "Autocast changes dtypes after JAX has traced this: cast q, k and v before "
-                "jax.nn.dot_product_attention, as in `q.astype(jnp.bfloat16)`."
-            )
-        raise
 
 
 def note_products(operation: Operation) -> None:
@@ -55,30 +49,47 @@ def note_products(operation: Operation) -> None:
         return
     used = operation.interpreter.regions.used
     if operation.name in PRODUCTS:
-        is_low = _is_low(equation, dtype)
-        if is_low is not None:
-            used.products.add(is_low or operation.override is not None)
+        used.kept.update(_why_kept(operation))
     elif operation.name == "custom_vjp_call" or lookup(equation) is None:
         regions = operation.interpreter.fresh().regions  # a rule that matches inside has no effect
-        if _has_wide_product(equation, operation.scope, regions):
+        is_rounded = any(value.dtype.itemsize <= 2 for value in operation.float32_values)
+        if _has_wide_product(equation, operation.scope, regions, is_rounded):
             used.wide.add(equation)
 
 
-def _is_low(equation: Equation, dtype: np.dtype) -> bool | None:
-    """Whether a product runs in 16 bits; None for one without floats, and for an outer product."""
+def _why_kept(operation: Operation) -> Iterator[str]:
+    """Yields why a product keeps its dtypes, "" if it does not; nothing of one that may keep them.
+
+    That are outer products, those without floats, and those for which the policy asks precision.
+    """
+    equation, regions = operation.equation, operation.interpreter.regions
     dtypes = {atom.aval.dtype for atom in equation.invars}
-    sizes = [d.itemsize for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    if not sizes or is_outer(equation):
-        return None
-    return max(sizes) <= 2 or low_dtype(equation, dtype) != FLOAT32
+    dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+    if not dtypes or is_outer(equation):
+        return
+    is_low = max(dtype.itemsize for dtype in dtypes) <= 2
+    is_low |= low_dtype(equation, operation.dtype) != FLOAT32
+    if is_low or operation.override is not None:
+        yield ""
+    elif not is_precise(equation):
+        yield f"operands of {' and '.join(sorted(map(str, dtypes)))} keep their dtype"
+    else:
+        algorithm = regions.algorithm(operation.name, operation.region)
+        if algorithm is None or algorithm.name == "default":
+            yield _PRECISE
 
 
-def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
-    """Whether a product in the jaxprs of an equation runs in float32 instead of 16 bits."""
+def _has_wide_product(equation: Equation, scope: str, regions: Regions, is_rounded: bool) -> bool:
+    """Whether a product in an equation runs in float32 instead of 16 bits.
+
+    Foreign kernels, which do not show any, count if an operand `is_rounded`, in 16 bits already.
+    """
+    if is_rounded and operation_name(equation.primitive.name) == FOREIGN:
+        return any(map(is_float32, equation.invars))
     for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
         within = core.scope_within(scope, inner)
         is_wide = _is_wide_product(inner) and not regions.region(within).is_full
-        if is_wide or _has_wide_product(inner, within, regions):
+        if is_wide or _has_wide_product(inner, within, regions, is_rounded):
             return True
     return False
 
@@ -89,20 +100,25 @@ def _is_wide_product(equation: Equation) -> bool:
     return is_wide and not is_precise(equation) and not is_outer(equation)
 
 
-def _wide_products(policy_map: PolicyMap, used: Used) -> Iterator[str]:
-    """Yields what to say of functions that stay float32, or if no product runs in 16 bits."""
+def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields what to say of functions that stay float32, and if no product runs in 16 bits."""
     if used.wide:
         found = sorted({f"{e.primitive.name} at {place_of(e) or 'a library'}" for e in used.wide})
+        whole, part = flops_of(jaxpr, used.wide)
+        share = f", {share_text(part, whole)} of all FLOPs of products" if part else ""
         yield (
             f"JAX cannot trace {' and '.join(found)} again in 16 bits, so autocast leaves float32 "
-            "there: cast the operands before the call, as in `q.astype(jnp.bfloat16)`, or mark it "
-            "with jmpx.full_precision where float32 is meant."
+            f"there{share}: cast the operands before the call, as in `q.astype(jnp.bfloat16)`, "
+            "write by=modules, under which layers hand out 16-bit arrays, or mark it with "
+            "jmpx.full_precision where float32 is meant."
         )
-    elif used.products == {False}:
+    if used.kept and "" not in used.kept:
+        remedy = "leave that out, or write compute=float32,matmul=highest where it is meant"
+        if _PRECISE not in used.kept:
+            remedy = "cast them where 16 bits are meant, as in `x.astype(jnp.float32)`"
         yield (
-            f"No product runs in 16 bits under autocast with policy map {str(policy_map)!r}: leave "
-            "out `precision=` and jax.default_matmul_precision where 16 bits are meant; operands "
-            "of another dtype, such as float64, keep it."
+            f"No product runs in 16 bits under autocast with policy map {str(policy_map)!r}, "
+            f"because {' and '.join(sorted(used.kept))}: {remedy}."
         )
 
 

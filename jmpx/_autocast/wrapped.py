@@ -11,11 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.neighbours import Ends
+from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import attention_explained, warnings_of
+from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
@@ -35,6 +36,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
+from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
@@ -133,8 +135,9 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    with fact_set(AUTOCAST, key), products, attention_explained():
-        traced = core.trace(pure, (state, *args), kwargs)
+    name = traced_name(args[0] if pure.fn is apply else pure.fn)
+    with fact_set(AUTOCAST, key), products, tracing_explained(by, name), summed_in_float32():
+        traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
     replaced = changes.replaced()
@@ -146,14 +149,17 @@ def evaluated(
             is_parameter = i < len(leaves) and is_floating(leaves[i])
             value.data = value.is_weak and not is_parameter
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
-    ends = Ends(is_exposed, multiplied=() if is_loss else None)
+    follows_paths = is_loss or has_norms(traced.jaxpr)
+    ends = Ends(is_exposed, multiplied=() if follows_paths else None, has_data=is_loss)
     if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
-    results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, seen):
+    # What runs in 16 bits now, and was traced in float32, has a derivative of its own.
+    with tracing_explained(by, name), summed_in_float32(False):
+        results = interpreter.evaluate(traced.jaxpr, values, "", ends)
+    for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

@@ -26,6 +26,9 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
     default, rules = policy_map.default, policy_map.rules
     rows = [("default", given_fields(default))]
     rows += [(rule.label, _fields_of(rule, default)) for rule in rules]
+    if policy_map.way == "operations":  # `o=` widens the results of the whole; others stay
+        for _, fields in rows[1:] if policy_map.writes_output else rows:
+            fields.pop("output", None)
     shown = [key for key in ATTRIBUTES if any(fields.get(key) for _, fields in rows)]
     cells = [[label, *(fields.get(key, "") for key in shown)] for label, fields in rows]
     lines = columns([["", *shown], *cells])

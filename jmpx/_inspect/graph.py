@@ -9,7 +9,7 @@ import numpy as np
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs.core import is_literal, operation_name, scope_within
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import Module
+from jmpx._jaxprs.marks import Module, split_policy
 from jmpx._jaxprs.places import Place, place_of
 from jmpx._jaxprs.types import Array, Atom, Aval, Equation, Jaxpr, NameStack
 from jmpx._policies.places import modules_of, selector, where
@@ -123,7 +123,10 @@ class Graph:
         return None
 
     def policy(self, node: Node) -> str:
-        """Returns the policy under which the module of a node ran; empty if an adapter ran none."""
+        """Returns the policy under which a node or its module ran; empty if none was in force."""
+        _, policy = split_policy(node.scope)
+        if policy:
+            return policy
         module = where(node.scope).module
         return "" if module is None else self.program.policies.get(module.path, "")
 

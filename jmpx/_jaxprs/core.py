@@ -44,8 +44,12 @@ def trace(
     args: PyTree,
     kwargs: PyTree,
     is_array: Callable[[object], bool] = is_traceable,
+    name: str = "on_arrays",
 ) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are."""
+    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are.
+
+    JAX's errors call the function by the name.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     kept: list[object] = []  # the leaves of the result, `_TRACED` where one is an array
@@ -61,6 +65,7 @@ def trace(
         kept[:] = [_TRACED if is_traceable(output) else output for output in outputs]
         return [output for output in outputs if is_traceable(output)]
 
+    on_arrays.__name__ = name
     arrays = [leaves[i] for i in indices]
     jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
     arrays = [_as_traced(array, aval) for array, aval in zip(arrays, jaxpr.in_avals, strict=True)]
@@ -104,15 +109,28 @@ def enclosing_bodies() -> list[str | None]:
     A name is None if it is unknown. `jax.vmap` traces no body.
     """
     bodies = []
+    for trace in _enclosing_traces():
+        frame = getattr(trace, "frame", None)
+        if frame is not None:
+            bodies.append(getattr(getattr(frame, "debug_info", None), "traced_for", None))
+        elif type(trace).__name__ in _DERIVATIVES:
+            bodies.append("derivative")
+    return bodies
+
+
+def in_vmap() -> bool:
+    """Whether `jax.vmap` maps a function here."""
+    return any(type(trace).__name__ == "BatchTrace" for trace in _enclosing_traces())
+
+
+def _enclosing_traces() -> list[object]:
+    """Returns the traces of JAX here, the innermost first."""
+    traces = []
     with _of_core("take_current_trace")() as trace:
         while trace is not None:
-            frame = getattr(trace, "frame", None)
-            if frame is not None:
-                bodies.append(getattr(getattr(frame, "debug_info", None), "traced_for", None))
-            elif type(trace).__name__ in _DERIVATIVES:
-                bodies.append("derivative")
+            traces.append(trace)
             trace = getattr(trace, "parent_trace", None)
-    return bodies
+    return traces
 
 
 def is_literal(atom: Atom) -> bool:
@@ -274,9 +292,14 @@ def weakly_typed(array: Array) -> Array:
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many are carried."""
-    if "num_carry" in eqn.params:  # until JAX 0.11
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return scan_counts_of(eqn.params)
+
+
+def scan_counts_of(params: Params) -> tuple[int, int]:
+    """Returns `scan_counts` of an equation with these parameters."""
+    if "num_carry" in params:  # until JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
 
 

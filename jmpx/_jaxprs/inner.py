@@ -16,7 +16,8 @@ from jmpx._jaxprs.core import consts_of, inner_jaxprs, is_literal, last_uses, sc
 from jmpx._jaxprs.types import Atom, Equation, Jaxpr
 
 V = TypeVar("V")
-CALLS = frozenset({"call", "closed_call", "jit", "remat2"})  # their jaxpr gets the operands
+CHECKPOINT = "remat2"
+CALLS = frozenset({"call", "closed_call", "jit", CHECKPOINT})  # their jaxpr gets the operands
 
 
 class Inner(NamedTuple):

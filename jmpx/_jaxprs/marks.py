@@ -18,6 +18,7 @@ from jmpx._base.contexts import traced_with_marks
 from jmpx._jaxprs.types import NameStack
 
 _MARK = "jmpx.module:"
+_POLICY = "jmpx.policy:"  # begins the scope of an operation under autocast that is inspected
 
 
 class Module(NamedTuple):
@@ -82,7 +83,21 @@ def module_of(scope: str) -> Module | None:
 
 def without_marks(scope: str) -> str:
     """Returns a scope as the user sees it."""
-    return "/".join(name for name in scope.split("/") if not name.startswith(_MARK))
+    return "/".join(name for name in scope.split("/") if not name.startswith((_MARK, _POLICY)))
+
+
+def policy_mark(policy: str) -> str:
+    """Returns the scope that tells the policy under which autocast runs an operation."""
+    return _POLICY + policy
+
+
+def split_policy(scope: str) -> tuple[str, str]:
+    """Returns a scope without marks of policies, and the policy of the innermost one, if any."""
+    if _POLICY not in scope:
+        return scope, ""
+    names = scope.split("/")
+    marks = [name for name in names if name.startswith(_POLICY)]
+    return "/".join(n for n in names if n not in marks), marks[-1].removeprefix(_POLICY)
 
 
 def is_own_name(module: Module, name: str) -> bool:
@@ -97,5 +112,5 @@ def is_own_name(module: Module, name: str) -> bool:
 
 def unmarked_stack(stack: NameStack) -> NameStack:
     """Returns a name stack without marks, unless an outer autocast traces and reads them."""
-    unmarked = tuple(scope for scope in stack.stack if not scope.name.startswith(_MARK))
+    unmarked = tuple(scope for scope in stack.stack if not scope.name.startswith((_MARK, _POLICY)))
     return stack if _thread.is_marking else type(stack)(unmarked)

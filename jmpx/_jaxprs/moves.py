@@ -25,3 +25,4 @@ ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 
 # The beginnings of the names of primitives that compute what no jaxpr shows, or that of a kernel.
 HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
+FOREIGN = "ffi_call"  # of these, that of a compiled function, which may be a kernel

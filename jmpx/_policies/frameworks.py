@@ -9,11 +9,12 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 from jmpx._base.contexts import Hook
+from jmpx._base.leaves import PyTree
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -100,6 +101,10 @@ class Adapter:
     def current_policy(self) -> Policy | None:
         """Returns the policy under which the framework itself runs a method, None without one."""
         return None
+
+    def held(self) -> Iterable[PyTree]:
+        """Returns the parameters and the state that a running function of the framework holds."""
+        return ()
 
     def noted_casts(self) -> AbstractContextManager[None]:
         """Notes, while the context lasts, what the framework itself casts by class policies."""

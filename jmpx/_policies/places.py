@@ -4,7 +4,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from jmpx._jaxprs.marks import Module, is_own_name, module_of, without_marks
+from jmpx._jaxprs.marks import Module, is_own_name, module_of, split_policy, without_marks
 from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE
 from jmpx._policies.rules import Rule
 
@@ -26,6 +26,7 @@ class Where(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def where(scope: str) -> Where:
     """Returns what a scope means, in which the modules have marks: see `core.scope_of`."""
+    scope, _ = split_policy(scope)
     parts = scope.split("/") if scope else []
     module, start = None, 0
     for index, part in enumerate(parts):

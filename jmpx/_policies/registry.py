@@ -277,7 +277,7 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
         _registry.bodies = len(_enclosing_bodies())
     _registry.running.append(policy)
     try:
-        with _products(policy, outer), _island(policy):
+        with _products(policy, outer), _island(policy), _gathers(policy):
             yield
     finally:
         _registry.running.pop()
@@ -300,6 +300,15 @@ def _island(policy: Policy | None) -> AbstractContextManager[object]:
     """Returns the context in which autocast leaves what a float32 policy runs in float32."""
     is_wide = policy is not None and np.dtype(policy.compute_dtype).itemsize >= 4
     return full_precision() if is_wide and fact(AUTOCAST) is not None else contextlib.nullcontext()
+
+
+def _gathers(policy: Policy | None) -> AbstractContextManager[object]:
+    """Returns the context in which the gradients of gathers from 16-bit tables are summed."""
+    if policy is None or np.dtype(policy.compute_dtype).itemsize >= 4:
+        return contextlib.nullcontext()
+    from jmpx._jaxprs.gathers import summed_in_float32  # here, as below
+
+    return summed_in_float32()
 
 
 def _enclosing_bodies() -> list[str | None]:

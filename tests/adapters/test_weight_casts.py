@@ -91,7 +91,7 @@ class Casts:
             inputs = [None if hasattr(atom, "val") else found.get(atom) for atom in eqn.invars]
             same_size = eqn.invars and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
             if eqn.primitive.name == "convert_element_type" and inputs[0] in counts:
-                counts[inputs[0]] += 1
+                counts[inputs[0]] += not is_for_lookup(eqn, body)
                 results = inputs
             elif eqn.primitive.name in SHAPES and same_size:
                 results = inputs[:1]
@@ -109,6 +109,12 @@ class Casts:
             taken = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
             results = self.read(jaxpr, inputs[len(inputs) - taken :])
         return results if len(inner) == 1 else []
+
+
+def is_for_lookup(eqn, body):
+    """Whether a cast is for a lookup alone, which sums its gradient in float32."""
+    readers = [each for each in body.eqns if eqn.outvars[0] in each.invars]
+    return [each.primitive.name for each in readers] == ["gather"]
 
 
 def live_equations(body):

@@ -249,7 +249,7 @@ PLACES = {
 def test_a_function_with_its_own_backward_pass(place):
     f = jmpx.autocast(PLACES[place](by_hand))
     for _ in range(2):  # the second one finds the inner function retraced
-        match = r"custom_vjp_call at \S*test_rules.py:\d+ \(by_hand\) again in 16 bits, so autocast"
+        match = r"custom_vjp_call at \S*test_rules.py:\d+ \(by_hand\) .* there, 50.0 % of all FLOPs"
         with warns_once(__file__, match):
             jax.eval_shape(lambda x: f(x), jnp.eye(4))
 
@@ -261,9 +261,45 @@ def test_under_jit_it_is_said_when_jax_traces():
     step(jnp.eye(4))
 
 
-@pytest.mark.parametrize("function", [partitioned, kernel])
-def test_functions_of_other_kinds(function):
-    with warns_once(__file__, r"JAX cannot trace .* at \S*test_rules.py.* float32 there:"):
+def in_a_grid(x, w):
+    def body(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    row, all_rows = pl.BlockSpec((1, 4), lambda i: (i, 0)), pl.BlockSpec((4, 4), lambda i: (0, 0))
+    shape, options = jax.ShapeDtypeStruct((4, 4), F32), {"interpret": True, "grid": (4,)}
+    return pl.pallas_call(body, shape, in_specs=[row, all_rows], out_specs=row, **options)(x, w)
+
+
+def in_a_branch(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x: kernel(x, w), lambda x: x @ w @ w, x)
+
+
+def foreign(x, w):
+    return jax.ffi.ffi_call("of_nobody", jax.ShapeDtypeStruct((4, 4), F32))(x, w)
+
+
+@jax.custom_vjp
+def foreign_inside(x, w):
+    return foreign(x, w)
+
+
+foreign_inside.defvjp(lambda x, w: (foreign(x, w), None), lambda kept, g: (g, g))
+
+
+@pytest.mark.parametrize(
+    "function, share",
+    [
+        (partitioned, ", 50.0 % of all FLOPs of products"),
+        (kernel, ", 50.0 % of all FLOPs of products"),
+        (in_a_grid, ", 50.0 % of all FLOPs of products"),
+        (in_a_branch, ", 50.0 % of all FLOPs of products"),
+        (foreign, ""),  # as nothing shows what it computes
+        (foreign_inside, ""),
+    ],
+)
+def test_functions_of_other_kinds(function, share):
+    match = rf"JAX cannot trace .* at \S*test_rules.py.* float32 there{share}: cast .* by=modules"
+    with warns_once(__file__, match):
         jax.eval_shape(jmpx.autocast(lambda x: function(x @ W, W)), jnp.eye(4))
 
 
@@ -280,6 +316,8 @@ QUIET = {
     "a precise one among others": lambda x: jnp.matmul(x @ W, W, precision="highest"),
     "losses": lambda x: optax.safe_softmax_cross_entropy(x @ W, x),
     "linear algebra": lambda x: jnp.linalg.solve(jnp.eye(4) + x @ W, x),
+    "a foreign call on inputs": lambda x: foreign_inside(x, x) @ W,
+    "a foreign call in 16 bits": lambda x: foreign_inside((x @ W).astype(BF16), W.astype(BF16)),
 }
 
 
@@ -344,16 +382,34 @@ def within_precision(x):
         return jnp.tanh(x @ x) @ x
 
 
+DIGITS = "because `precision=` or jax.default_matmul_precision asks for more digits: leave that out"
+
+
+@pytest.mark.parametrize("policy", ["c=f16", "c=f16,m=default"])
 @pytest.mark.parametrize("f, place", [(precise, "jit"), (within_precision, "scan")])
-def test_no_product_runs_in_16_bits(f, place):
-    f = jmpx.autocast(PLACES[place](f), "c=f16")
-    with warns_once(__file__, "No product runs in 16 bits"):
+def test_no_product_runs_in_16_bits(f, place, policy):
+    f = jmpx.autocast(PLACES[place](f), policy)
+    with warns_once(__file__, f"No product runs in 16 bits .* {DIGITS}"):
         jax.eval_shape(f, jnp.eye(4))
+
+
+@pytest.mark.parametrize("policy", ["c=f16,m=highest", "c=f16; op.dot_general: m=high"])
+@pytest.mark.parametrize("f", [precise, within_precision])
+def test_nothing_is_said_where_the_policy_asks_for_precision(f, policy):
+    jax.eval_shape(jmpx.autocast(f, policy), jnp.eye(4))
+    jax.eval_shape(jmpx.apply_policy(f, policy), jnp.eye(4))
+
+
+def test_each_cause_of_float32_is_told():
+    with pytest.warns(UserWarning) as caught:
+        jax.eval_shape(jmpx.autocast(lambda x: precise(eleven(x, x))), jnp.eye(4))
+    said = [str(each.message)[:20] for each in caught]
+    assert said == ["JAX cannot trace cus", "No product runs in 1"]
 
 
 def test_no_product_of_float64_runs_in_16_bits():
     with enable_x64():
         x = jnp.eye(4, dtype=jnp.float64)
-        with warns_once(__file__, "No product runs in 16 bits .* such as float64"):
+        with warns_once(__file__, "No product runs in 16 bits .* operands of float64 keep"):
             jax.eval_shape(jmpx.autocast(lambda x: x @ x), x)
         jax.eval_shape(jmpx.autocast(lambda x, y: (x @ x, y @ y)), x, x.astype(F32))

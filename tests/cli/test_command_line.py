@@ -19,7 +19,7 @@ def lines_of(capsys, policy):
 
 
 def test_the_table_shows_what_each_rule_means(capsys):
-    lines = lines_of(capsys, "c=bf16,o=f32; BatchNorm: full; */head/*: o=f16")
+    lines = lines_of(capsys, "by=modules,c=bf16,o=f32; BatchNorm: full; */head/*: o=f16")
     words = [line.split() for line in lines]
     assert words[0] == ["params", "compute", "output"]
     assert words[1] == ["default", "float32", "bfloat16", "float32"]
@@ -29,9 +29,17 @@ def test_the_table_shows_what_each_rule_means(capsys):
     assert lines[4] == f"* the compute dtype, or matmul, {end}"
 
 
+@pytest.mark.parametrize(("output", "shown"), [("", []), (",o=f32", ["float32"])])
+def test_by_operations_the_table_has_the_output_dtype_that_widens_results(capsys, output, shown):
+    lines = lines_of(capsys, f"c=bf16{output}; BatchNorm: full")
+    assert lines[1].split() == ["default", "float32", "bfloat16", *shown]
+    assert lines[2].split() == ["BatchNorm", "float32", "float32"]
+    assert "*" not in "".join(lines)
+
+
 def test_the_table_shows_the_algorithm_and_the_reduction_where_they_are_set(capsys):
-    policy = "c=bf16,o=f32,m=high,r=bf16; BatchNorm: full; */router: c=f32,o=f32,m=highest"
-    lines = lines_of(capsys, policy)
+    rules = "BatchNorm: full; */router: c=f32,o=f32,m=highest"
+    lines = lines_of(capsys, f"by=modules,c=bf16,o=f32,m=high,r=bf16; {rules}")
     words = [line.split() for line in lines]
     assert words[0] == ["params", "compute", "output", "matmul", "reduce"]
     assert words[1] == ["default", "float32", "bfloat16", "float32", "high", "bfloat16"]
@@ -49,7 +57,7 @@ def test_a_rule_for_an_operation_has_no_more_than_it_says(capsys):
 
 
 def test_the_table_shows_the_mark_of_optional_rules(capsys):
-    lines = lines_of(capsys, "c=bf16; BatchNorm?: full; */head: o=f32;")
+    lines = lines_of(capsys, "by=modules,c=bf16; BatchNorm?: full; */head: o=f32;")
     assert lines[2].split() == ["BatchNorm?", "float32", "float32", "bfloat16", "*"]
     assert lines[3].startswith("*/head  ") and lines[-3].startswith("? no warning where")
     assert "?" not in "".join(lines_of(capsys, "c=bf16; BatchNorm: full"))

@@ -63,8 +63,8 @@ def load(config_path, config_name, group="bf16"):
 @pytest.mark.parametrize(
     ("group", "first"),
     [
-        ("bf16", "c=bf16,o=f32; LayerNorm: full; */head: c=f32,o=f32"),
-        ("f16", "c=f16,o=f32; LayerNorm: full | dynamic"),
+        ("bf16", "c=bf16; LayerNorm: full; */head: full"),
+        ("f16", "c=f16; LayerNorm: full | dynamic"),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -75,7 +75,7 @@ def test_the_program_for_hydra_reads_its_configuration(group, first, monkeypatch
     hydra = types.SimpleNamespace(main=main)  # a small part of it
     monkeypatch.setitem(sys.modules, "hydra", hydra)
     runpy.run_path("hydra_main.py", run_name="__main__")
-    expected = map(jmpx.get_mixed_precision, (first, "c=bf16,o=f32; LayerNorm: full"))
+    expected = map(jmpx.get_mixed_precision, (first, "c=bf16; LayerNorm: full"))
     assert capsys.readouterr().out.splitlines() == [str(mp) for mp in expected]
 
 

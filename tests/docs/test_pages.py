@@ -47,7 +47,7 @@ def test_every_program_is_run_by_a_test():
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["explain", "c=bf16,o=f32; LayerNorm: full"], 0),
+        (["explain", "c=bf16; LayerNorm: full"], 0),
         (["audit", "train:make"], 0),
         (["ranges", "train:make"], 0),
         (["first-nonfinite", "train:make"], 1),

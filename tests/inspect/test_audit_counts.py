@@ -323,6 +323,50 @@ def test_a_model_has_a_row_for_each_module(framework):
     assert all((row.module, row.flops) == (net.words("<Net>"), 0) for row in rows.values())
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+def test_a_row_has_the_policy_by_operations(framework):
+    net = zoo.outlined(framework, zoo.nested, jnp.ones((2, 3)))
+    loss = lambda model, x: jnp.mean(net.apply(model, x) ** 2)  # noqa: E731
+    policy = "c=bf16; */block/outer: full; */head: c=f32,m=highest"
+    rows = by_path(audited(jmpx.apply_policy(loss, policy), net.model, shape(2, 3)))
+    root = net.words("<net/>")
+    expected = {
+        "first": "compute=bfloat16",
+        "block": "compute=bfloat16",  # calls tanh
+        "block/inner": "compute=bfloat16",
+        "block/outer": "compute=float32",
+        "head": "compute=float32,matmul=highest",
+    }
+    assert {path: rows[root + path].policy for path in expected} == expected
+    assert rows[""].policy == "compute=bfloat16"
+
+
+@pytest.mark.parametrize("save", ["", ",save=products"])
+def test_scopes_have_the_policy_by_operations(save):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w), None
+
+    def loss(w, x):
+        with jax.named_scope("half"):
+            x = jmpx.autocast(jnp.matmul, "c=f16")(x, w)
+        x, _ = lax.scan(lambda x, _: layer(x, w), x, None, 3)
+        with jmpx.full_precision(), jax.named_scope("marked"):
+            return jnp.mean(x @ w)
+
+    def step(w, x):
+        grads = jmpx.grad(loss, jmpx.NoOpLossScale(), policy=f"c=bf16{save}")(w, x).grads
+        with jax.named_scope("update"):
+            return w - grads
+
+    # Beside the models' own name, scopes of pieces repeat it.
+    rows = {path.split("/")[-1]: row.policy for path, row in by_path(audited(step, W, W)).items()}
+    policies = {"half": "float16", "layer": "bfloat16", "marked": "float32", "": "bfloat16"}
+    expected = {name: f"compute={dtype}" for name, dtype in policies.items()}
+    assert rows == {**expected, "update": ""}
+
+
 def test_operations_of_a_scope_count_each_trip_and_moves_by_what_they_make():
     def layer(x, w):
         with jax.named_scope("layer"):

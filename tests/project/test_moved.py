@@ -61,7 +61,7 @@ def test_the_page_lists_each_name_and_argument():
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     first = "\n".join(row.split("|")[1] for row in rows)
     missing = [name for name in GONE if not re.search(rf"`jmpx\.{name}\b", first)]
-    options = "axis_name sharded microbatches batch_argnums batch_sharding uncast_argnums"
+    options = "axis_name sharded batch_argnums batch_sharding uncast_argnums"
     options += " uncast_argnames use_mixed_precision"
     missing += [name for name in options.split() if f"`{name}=" not in first]
     assert not missing

@@ -109,6 +109,12 @@ class _Adapter(Adapter):
     def current_policy(self) -> Policy | None:
         return store.current_policy()
 
+    def held(self) -> list[PyTree]:
+        try:
+            return jax.tree.leaves((hk.get_params(), hk.get_current_state()))
+        except ValueError:  # outside of a transformed function
+            return []
+
     def noted_casts(self) -> AbstractContextManager[None]:
         return hk.intercept_methods(_note)
 

@@ -13,7 +13,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._jaxprs.moves import EXCHANGES, HIDING, JOINS
 from jmpx._policies.places import where
 
-_LEAST_SHARE = 0.005  # of the work of a scope, for a dtype to be named
+_LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
 _NO_WORK = MOVES | JOINS | EXCHANGES
 
 
@@ -92,11 +92,21 @@ def _scope(graph: Graph, path: str, nodes: list[Node]) -> Scope:
     return Scope(
         path,
         "" if module is None or names else module.cls.__name__,
-        graph.policy(nodes[0]),
+        _policy(graph, nodes),
         sum(node.times for node in nodes),
         _dtypes(nodes),
         sum(map(flops, filter(is_product, nodes))),
     )
+
+
+def _policy(graph: Graph, nodes: list[Node]) -> str:
+    """Returns the policies under which operations ran, that of the most FLOPs first."""
+    size: Counter[str] = Counter()
+    for node in nodes:
+        if policy := graph.policy(node):
+            size[policy] += flops(node) or 1
+    least = _LEAST_SHARE * size.total()
+    return "; ".join(policy for policy, part in size.most_common() if part >= least)
 
 
 def _dtypes(nodes: list[Node]) -> str:

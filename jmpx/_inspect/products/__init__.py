@@ -9,5 +9,5 @@ The way through it:
 - `hlo.py` finds the products of a program, its own and those of cuBLAS and cuDNN, and their FLOPs.
 - `data.py` says what a product is.
 
-It imports `_base`, `_inspect/hlo`, `_jaxprs`, and from `audit` how FLOPs of a convolution count.
+It imports `_base`, `_inspect/hlo` and `_jaxprs`.
 """

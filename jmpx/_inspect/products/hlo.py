@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Callable
 
-from jmpx._inspect.audit.flops import taps
 from jmpx._inspect.hlo.module import Instruction, Module
 from jmpx._inspect.products.data import Product
+from jmpx._jaxprs.flops import taps
 
 KINDS = ("dot", "ragged-dot", "scaled-dot", "convolution")
 KERNEL = "kernel"  # of Pallas, or one that a compiler wrote
