@@ -133,6 +133,17 @@ def _enclosing_traces() -> list[object]:
     return traces
 
 
+def is_traced() -> bool:
+    """Whether operations become equations of a jaxpr here, instead of being run one by one."""
+    return any(body != "derivative" for body in enclosing_bodies())
+
+
+def _makes_equations() -> bool:
+    """Whether an operation becomes an equation here, and is not differentiated or batched first."""
+    with _of_core("take_current_trace")() as trace:
+        return hasattr(trace, "frame")
+
+
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return hasattr(atom, "val")
@@ -254,7 +265,7 @@ def bind(
     """
     params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
-    if cached and not eqn.effects and not inner_jaxprs(params):
+    if cached and not eqn.effects and not inner_jaxprs(params) and not _makes_equations():
         with contextlib.suppress(TypeError):  # a parameter has no hash
             run = _jitted(eqn.primitive, tuple(params.items()))
     results = run(*operands)
