@@ -7,6 +7,7 @@ from jmpx._autocast.binding import (
     bind,
     fill_value,
     has_fill,
+    result_dtype,
     rounded,
     run_as_traced,
     run_moved,
@@ -36,7 +37,9 @@ def dot_general(operation: Operation) -> list[Value]:
     The angles of a rotary embedding are one: positions times frequencies.
     """
     if is_outer(operation.equation) and not is_precise(operation.equation):
-        return promote(operation, **with_algorithms(operation, operation.promoted))
+        dtype = operation.promoted
+        params = with_algorithms(operation, dtype) | result_dtype(operation.equation, dtype)
+        return promote(operation, **params)
     return low(operation)
 
 

@@ -157,6 +157,15 @@ def test_dtypes_of_operations_on_products(pair, name):
     assert_ran(jmpx.autocast(lambda x, w: fn(x @ w, x)), *pair, **{operation: dtypes})
 
 
+def test_an_outer_product_of_activations_leaves_them_in_16_bits(rng):
+    """As a product of numbers does: a rotary embedding by `einsum` is one."""
+    x, w = whole(rng, 4, 4), whole(rng, 4, 4)
+    f = jmpx.autocast(lambda x, w: jnp.einsum("ij,j->ij", x @ w, x[0]), output=None)
+    assert "dot_general" in str(jax.make_jaxpr(f)(x, w).eqns[-2:])
+    assert f(x, w).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(f(x, w).astype(F32), (x @ w) * x[0])
+
+
 def test_a_scatter_that_combines_each_number_once_leaves_activations_in_16_bits(rng):
     """As `h * factor` and `h + term` do; with indices that may be equal, it is a sum of many."""
 
