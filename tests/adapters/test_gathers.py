@@ -20,7 +20,7 @@ from jmpx._jaxprs.gathers import summed_in_float32
 
 ROWS, WIDTH, COUNT = 8, 4, 2048
 RNG = np.random.default_rng(0)
-# Most tokens are equal: summed in bfloat16, their row loses more than 85 % of its gradient.
+# Most tokens are equal: summed in bfloat16, the gradient of their row errs by 64 %.
 TOKENS = jnp.asarray(np.where(RNG.random(COUNT) < 0.8, 3, RNG.integers(0, ROWS, COUNT)))
 TABLE = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
 WEIGHTS = jnp.asarray(RNG.normal(1, 0.5, (COUNT, WIDTH)), jnp.bfloat16).astype(jnp.float32)
