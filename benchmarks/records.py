@@ -40,12 +40,14 @@ def main(
     arguments: list[str] | None = None,
     out: Path = CPU,
     by_version: bool = False,
+    prepare: Callable[[list[Record]], Any] = len,
 ) -> None:
     """Measures the points that have no line yet, and keeps the line of each as soon as it is there.
 
     `doc` is the help, `out` the default of `--out`. `benchmarks` has for each name the points, and
     the function that takes the values of a point, with `--small` `small=True`, too, and returns the
-    figures of its line or lines. `by_version` keeps lines of several versions of JAX.
+    figures of its line or lines. `by_version` keeps lines of several versions of JAX. `prepare` is
+    called with the points that are to be measured.
     """
     raw = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=doc, formatter_class=raw)
@@ -68,6 +70,7 @@ def main(
         for each in points:
             print("missing" if each in left else "there  ", *each[1].values(), sep="\t")
         return
+    prepare([point for _, point in left])
     for name, point in tqdm(left, unit="point", disable=None):
         found = benchmarks[name][1](**point)
         found = found if isinstance(found, list) else [found]

@@ -10,8 +10,9 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
   handwritten_cond_divide: divide by the scale where the others multiply by its inverse.
 - jmp, mpx: as the users of JMP and of MPX (PyPI: mixed-precision-for-JAX) write it. MPX scales and
   skips in bfloat16, too.
-- jmpx: `value_and_grad` by arguments with `optimizer_update`, which skips as its platform does best: with
-  `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where and jmpx_cond always do the one.
+- jmpx: `value_and_grad` by arguments with `optimizer_update`, which skips as its platform does
+  best: with `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where and jmpx_cond always do
+  the one.
 - jmpx_counting: the same with an optimizer made by `skip_nonfinite`. jmpx_jmp_style: JMP's step
   with jmpx in its place.
 - autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter saves for the

@@ -18,7 +18,6 @@ from jmpx._base.contexts import Context, casts_watched, entered, parameters_roun
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
-from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
 from jmpx._base.stateful import (
@@ -36,6 +35,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
+from jmpx._policies.registry import computing
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
 F = TypeVar("F", bound=Callable[..., PyTree])
@@ -95,8 +95,8 @@ def apply_policy(
 
     Warns:
         UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, or if arrays of a model come back
-            rounded.
+            to cast, if something inside casts arguments again, if matmuls stay in float32, or if
+            arrays of a model come back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
@@ -171,11 +171,10 @@ class Application(NamedTuple):
         return None if self.policy_map is None else self.policy_map.default.reduce_dtype
 
     def products(self) -> AbstractContextManager[object]:
-        """Returns the context in which products use the algorithm of the default policy."""
+        """Returns the context in which the default policy computes; see `computing`."""
         if self.policy_map is None or self.policy_map.way == "modules":
             return contextlib.nullcontext()
-        policy = self.policy_map.default
-        return matmul_region(policy.matmul_precision, policy.compute_dtype)
+        return computing(self.policy_map.default)
 
     @contextlib.contextmanager
     def creation(self) -> Iterator[None]:

@@ -6,9 +6,11 @@ sets their fields, too, where the value is the same. Without a rule the field is
 dtype, whatever the policy around it says.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ import numpy as np
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, computable, dtype_name
 from jmpx._base.leaves import PyTree, is_floating
-from jmpx._jaxprs.marks import Module
+from jmpx._jaxprs.marks import Module, Selects, selects
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -50,11 +52,14 @@ class FieldInCall(NamedTuple):
     selected: Selected | None  # what the layers inside follow; None if no rule is around them
 
 
-def field_in_call(module: object, rule: Policy | None, around: Selected | None) -> FieldInCall:
-    """Returns what the field of a layer is in a call, by a rule for it, and by one around it."""
+def field_in_call(module: object, ruled: DTypeLike | None, around: Selected | None) -> FieldInCall:
+    """Returns what the field of a layer is in a call, by a rule for it, and by one around it.
+
+    `ruled` is the compute dtype of the rule for it, None without one.
+    """
     field = dtype_field(module)
-    if rule is not None:
-        dtype = np.dtype(rule.compute_dtype)
+    if ruled is not None:
+        dtype = np.dtype(ruled)
         return FieldInCall(None if field is None else dtype, True, Selected(field, dtype))
     if field is not None and around is not None and field in (around.written, around.dtype):
         return FieldInCall(around.dtype, True, around)
@@ -73,6 +78,56 @@ def spelled_as(written: DTypeLike | None, dtype: np.dtype) -> DTypeLike:
     if isinstance(written, str):
         return dtype.name
     return dtype if isinstance(written, np.dtype) else as_dtype(dtype)
+
+
+@contextlib.contextmanager
+def field_set(module: object, dtype: np.dtype | None) -> Iterator[None]:
+    """Sets the `dtype` field of a module for a call; None leaves it."""
+    fields = vars(module)  # a module of Linen or Equinox is frozen
+    written = fields.get("dtype")
+    if dtype is None or (written is not None and np.dtype(written) == dtype):
+        yield
+        return
+    fields["dtype"] = spelled_as(written, dtype)
+    try:
+        yield
+    finally:
+        fields["dtype"] = written
+
+
+class _Call(NamedTuple):
+    """A running method of a module under autocast."""
+
+    by: Selects  # that of the autocast
+    module: Module
+    field: FieldInCall
+
+
+_running = contextvars.ContextVar[_Call | None]("_running", default=None)
+
+
+@contextlib.contextmanager
+def field_in_autocast(layer: object, module: Module) -> Iterator[None]:
+    """Has a layer compute in float32 for a call that autocast traces, if a rule sets its field.
+
+    Autocast casts what is traced in float32, to the dtype of the rule or of what is around.
+    """
+    by, call = selects(), _running.get()
+    if by is None:
+        yield
+        return
+    outer = call if call is not None and call.by is by else None
+    if outer is not None and outer.module == module:  # a method that the module calls on itself
+        call = outer
+    else:
+        around = None if outer is None else outer.field.selected
+        call = _Call(by, module, field_in_call(layer, jnp.float32 if by(*module) else None, around))
+    token = _running.set(call)
+    try:
+        with field_set(layer, call.field.value if call.field.is_ruled else None):
+            yield
+    finally:
+        _running.reset(token)
 
 
 class FieldCensus:

@@ -10,10 +10,12 @@ from typing import TypeVar
 import jax
 
 from jmpx._adapters.boundaries import Method
+from jmpx._adapters.dtype_fields import field_in_autocast
 from jmpx._base.leaves import PyTree
 from jmpx._base.made_once import made_once
-from jmpx._jaxprs.marks import Module, in_module
+from jmpx._jaxprs.marks import Module
 from jmpx._policies.maps import PolicyMap
+from jmpx._policies.modules import marked_call
 
 T = TypeVar("T")
 
@@ -63,7 +65,8 @@ def marking_proxy_class(
         def wrapper(self: T, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
                 for module in modules:
-                    stack.enter_context(in_module(*module))
+                    stack.enter_context(marked_call(*module))
+                stack.enter_context(field_in_autocast(self, modules[-1]))
                 return method.__get__(self, type(self))(*args, **kwargs)
 
         return wrapper

@@ -10,11 +10,9 @@ import numpy as np
 
 from jmpx._adapters.dtype_fields import FieldCensus
 from jmpx._base.contexts import (
-    AUTOCAST,
     Context,
     Hook,
     entered,
-    fact,
     is_held,
     opened,
     refuse_other_tasks,
@@ -24,7 +22,6 @@ from jmpx._base.leaves import PyTree, is_view
 from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
-from jmpx._jaxprs.scopes import full_precision
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
@@ -199,7 +196,7 @@ class _Island(NamedTuple):
 
 @contextlib.contextmanager
 def island(policy_map: PolicyMap, given: PyTree) -> Iterator[None]:
-    """Runs a function, by arguments or by operations, where modules or autocast around it cast.
+    """Runs a function, by arguments or by operations, where modules around it may cast.
 
     Raises:
         ValueError: if a module in it, or a view among what it is given, casts to another dtype.
@@ -209,11 +206,8 @@ def island(policy_map: PolicyMap, given: PyTree) -> Iterator[None]:
         around: PyTree = type(view).__jmpx_view__
         if around is not None:
             here.check(type(view), around.default.compute_dtype, around)
-    is_wide = np.dtype(policy_map.default.compute_dtype).itemsize >= 4
-    is_full = policy_map.way == "arguments" and is_wide and fact(AUTOCAST) is not None
     with entered(Context("jmpx.apply_policy", here)):
-        with full_precision() if is_full else contextlib.nullcontext():
-            yield
+        yield
 
 
 class _Listener(list[PolicyScope]):

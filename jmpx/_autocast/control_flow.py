@@ -180,7 +180,7 @@ def custom_jvp(operation: Operation) -> list[Value]:
         primals: Sequence[Array], tangents: Sequence[Tangent]
     ) -> tuple[list[Array], list[Tangent]]:
         varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
-        with marked_calls(interpreter.regions.policy_map.rules):
+        with marked_calls(interpreter.regions.policy_map):
             rule = _trace_rule(equation, varied)
         inputs = list(map(Value.of, primals, traits))
         inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]

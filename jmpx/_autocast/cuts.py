@@ -39,6 +39,7 @@ class Role(enum.Enum):
     INSIDE = "it holds jaxprs that are cut themselves"
     ALONE = "it is as without pieces"
     LEFT = "so is it, because the user checkpointed it, or it has effects"
+    ALIKE = "its piece repeats, and is evaluated once"
     LATER = "it has an effect and no results, and runs after its piece"
 
 

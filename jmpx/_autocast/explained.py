@@ -40,7 +40,8 @@ def traced_name(fn: Callable[..., PyTree]) -> str:
 @contextlib.contextmanager
 def tracing_explained(by: str, name: str) -> Iterator[None]:
     """Adds a note to an error that comes of tracing a function; JAX knows it by the name."""
-    around, before = core.enclosing_bodies(), _held()
+    before = _held()
+    around = [*core.enclosing_bodies(), *["vmap"] * core.in_vmap()]
     try:
         yield
         for key, array in _held().items():
@@ -62,7 +63,7 @@ def _held() -> dict[int, jax.Array]:
 def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) -> str:
     """Returns what to say of an error; empty if all ways have it.
 
-    What is `around` the call are bodies that JAX traces, which have no numbers, and derivatives.
+    What is `around` the call are bodies that JAX traces or maps, without numbers, and derivatives.
     """
     text = str(error)
     use = "use jmpx.apply_policy with" if by == "jmpx.autocast" else "write"

@@ -14,12 +14,12 @@ from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.cuts import Role
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
-from jmpx._autocast.pieces import Piece, find_pieces, key_of, scopes_around
+from jmpx._autocast.pieces import Piece, find_layers, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpointed
+from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpoint, shared
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
@@ -84,15 +84,21 @@ class Interpreter:
         is_norm = any(value.pending or value.statistic for value in values) or has_norms(jaxpr)
         frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, has_norms=is_norm)
         is_plain = core.looks_for_nans([value.array for value in values])
-        if is_plain or self.saving in (None, IN_PIECE):
+        pieces = [] if is_plain else self._pieces(jaxpr)
+        if not pieces:
             one_by_one = self._that_saves(None) if is_plain else self
             one_by_one._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
-        else:
-            for piece in find_pieces(jaxpr, self.saving):
-                self._run_piece(frame, piece, self.saving)
-                for var in piece.last:
-                    env.pop(var, None)
+        for piece in pieces:
+            self._run_piece(frame, piece)
+            for var in piece.last:
+                env.pop(var, None)
         return [frame.read(atom) for atom in jaxpr.outvars]
+
+    def _pieces(self, jaxpr: Jaxpr) -> list[Piece]:
+        """Returns the pieces that a jaxpr runs in, if it does not run one by one."""
+        if self.saving is None:  # eager operations would run in other programs, fused
+            return find_layers(jaxpr) if core.is_traced() else []
+        return [] if self.saving == IN_PIECE else find_pieces(jaxpr, self.saving)
 
     def _run(
         self,
@@ -133,20 +139,20 @@ class Interpreter:
         operation = Operation(equation, values, self, scope, region, override, neighbours, read)
         return pending.read(operation) if frame.has_norms else operation
 
-    def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
-        """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
-        if piece.role is Role.PRODUCT:
-            self._run_saved(frame, piece, saving)
+    def _run_piece(self, frame: _Frame, piece: Piece) -> None:
+        """Runs a piece; if products in it are saved or it repeats, as a function of its own."""
+        if piece.role in (Role.PRODUCT, Role.ALIKE):
+            self._run_shared(frame, piece)
             return
         if piece.role is Role.LEFT:
             self.used.left.add(place_of(piece.equations[0]))
         inside = piece.inside if piece.role is Role.INSIDE else None
         self._that_saves(inside)._run(frame, piece.equations)
 
-    def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
-        """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""
+    def _run_shared(self, frame: _Frame, piece: Piece) -> None:
+        """Runs a piece as a function, as that of one that is alike if there is."""
         around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
-        inside = self._that_saves(IN_PIECE)
+        inside = self._that_saves(None if self.saving is None else IN_PIECE)
         bare = frame._replace(env={}, named=piece.named, depth=len(around))
 
         def run(values: Sequence[Value]) -> list[Value]:
@@ -157,11 +163,11 @@ class Interpreter:
         last = set(piece.last)
         is_read = tuple(var not in last for var in piece.inputs)
         place = frame.scope, len(around), frame.neighbours, self.regions
-        for value in values:
+        for value in values if self.saving else ():
             if value.pending:  # if nothing in the piece reads it in float32, that is not saved
                 value.to(value.pending)
-        key = saving, is_read, key_of(piece, values, *place)
-        call = checkpointed(run, values, is_read, saving)
+        key = self.saving, is_read, key_of(piece, values, *place)
+        call = shared(run, values, is_read, checkpoint(self.saving) if self.saving else jax.jit)
         with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
             call = self._checkpoints.setdefault(key, call)
         with core.within_scopes(around):

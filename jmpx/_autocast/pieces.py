@@ -1,11 +1,11 @@
-"""The pieces of a jaxpr that run under one `jax.checkpoint` each, and keys of them.
+"""The pieces of a jaxpr that run under one `jax.checkpoint` or `jax.jit` each, and their keys.
 
 Pieces with equal keys are one function, which JAX traces and derives once.
 """
 
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -20,6 +20,7 @@ from jmpx._autocast.cuts import (
     holds_product,
     length,
 )
+from jmpx._autocast.layers import layers
 from jmpx._autocast.neighbours import Neighbours
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.saving import Saving, is_batched_product
@@ -39,7 +40,7 @@ _HARMLESS = frozenset({"NamedAxisEffect"})
 class Piece(NamedTuple):
     """Equations that run together."""
 
-    role: Role  # of all its equations; `PRODUCT` has it checkpointed
+    role: Role  # of all its equations; `PRODUCT` has it checkpointed, `ALIKE` jitted
     equations: list[Equation]  # in their order
     inputs: list[Atom]  # the variables that they read, and others define
     outputs: list[Atom]  # the variables that they define, and others read
@@ -48,11 +49,26 @@ class Piece(NamedTuple):
     named: set[Atom]  # results that are saved by the name `SAVED`
 
 
+# The role, the indices, what is saved inside, and those of the results with a name.
+_Group: TypeAlias = tuple[Role, Sequence[int], Saving, set[int]]
+_NOTHING = Saving()  # is saved inside of what is evaluated without pieces
+
+
 def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
     """Returns the pieces of a jaxpr, cut where little lives, in their order."""
+    return _pieces(jaxpr, _found_groups(jaxpr, saving))
+
+
+def find_layers(jaxpr: Jaxpr) -> list[Piece]:
+    """Returns the layers of a jaxpr and what is between them, in order; nothing without layers."""
+    roles = (Role.ORDINARY, Role.ALIKE)
+    return _pieces(jaxpr, [(roles[i], group, _NOTHING, set()) for i, group in layers(jaxpr)])
+
+
+def _pieces(jaxpr: Jaxpr, groups: Sequence[_Group]) -> list[Piece]:
     read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
     pieces = []
-    for role, indices, inside, products in reversed(_found_groups(jaxpr, saving)):
+    for role, indices, inside, products in reversed(groups):
         equations = [jaxpr.eqns[i] for i in indices]
         defined = {var: None for equation in equations for var in equation.outvars}
         used = {var: None for equation in equations for var in variables(equation)}
@@ -66,8 +82,7 @@ def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
 
 
 @once_per_jaxpr
-def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[tuple[Role, list[int], Saving, set[int]]]:
-    """Returns of each piece the indices, what is saved inside, and those with named results."""
+def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[_Group]:
     active, named = find_activations(jaxpr, saving)
     within = [_inside(equation, saving, active) for equation in jaxpr.eqns]
     pairs = enumerate(zip(jaxpr.eqns, within, strict=True))

@@ -5,8 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
+from jmpx._base.dtypes import check_computes
+from jmpx._base.leaves import PyTree
+from jmpx._base.matmul import matmul_of
 from jmpx._jaxprs.core import Equation
-from jmpx._jaxprs.marks import is_own_name, module_of, without_marks
+from jmpx._jaxprs.marks import class_policy_of, is_own_name, module_of, without_marks
 from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
@@ -65,7 +68,8 @@ class Region(NamedTuple):
         if self.is_fixed or says_only_that:
             return self._replace(algorithm=algorithm)
         dtype = self.dtype if rule.compute is None else np.dtype(rule.compute)
-        return Region(dtype, rank, is_weak=rule.output is None, algorithm=algorithm)
+        is_weak = rule.output is None or np.dtype(rule.output).itemsize < 4
+        return Region(dtype, rank, is_weak=is_weak, algorithm=algorithm)
 
 
 class Regions:
@@ -107,6 +111,8 @@ class Regions:
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
         around, dtypes = region.algorithm, (region.dtype, self.policy_map.default.compute_dtype)
+        for policy in filter(None, map(class_policy_of, level)):
+            region = region.changed(self._rule_of_class(policy), -1, around)
         for rank, rule in enumerate(self.policy_map.rules):
             if region.is_fixed and not self.give_algorithms:
                 break  # no rule can change it
@@ -116,6 +122,13 @@ class Regions:
                 if not region.is_fixed or spelled_out.matmul is not None:
                     self.used.rules.add(rule)
         return region
+
+    def _rule_of_class(self, policy: PyTree) -> PolicyRule:
+        """Returns the policy of a class as a rule, which those of the policy map override."""
+        check_computes(policy.compute_dtype)
+        matmul = matmul_of(policy)
+        self.give_algorithms |= matmul is not None
+        return PolicyRule("*", None, policy.compute_dtype, policy.output_dtype, matmul=matmul)
 
     def note(self, algorithm: Algorithm) -> None:
         """Notes the algorithm of a product, and the policy rule that gives it."""

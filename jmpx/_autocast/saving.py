@@ -1,5 +1,6 @@
 """What autocast saves for the backward pass, and `jax.checkpoint` around pieces of a function."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +20,7 @@ from jmpx._policies.maps import HOW
 SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_name` is saved
 
 OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
+Transformation: TypeAlias = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 _Known = tuple[Traits, tuple[_Cast, ...]]  # the traits and the casts
 
@@ -88,10 +90,17 @@ def _saves_all_products(primitive: Primitive, *avals: Atom, **params: Any) -> bo
     return is_product or saves_products(primitive, *avals, **params)
 
 
-def checkpointed(
-    run: OnValues, values: Sequence[Value], is_read: Sequence[bool], saving: Saving
+def checkpoint(saving: Saving) -> Transformation:
+    """Returns `jax.checkpoint` with the policy that saves what it should."""
+    # The two passes over a scan's body are in two loops: nothing can merge their equations.
+    policy = _saves_all_products if saving.attention else saves_products
+    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=not saving.turns)
+
+
+def shared(
+    run: OnValues, values: Sequence[Value], is_read: Sequence[bool], transform: Transformation
 ) -> OnValues:
-    """Returns a function under `jax.checkpoint`, for these values and others that are alike.
+    """Returns a function of these values and others that are alike, transformed by JAX.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
     summed in its dtype, those of two casts in the dtype of the value.
@@ -106,7 +115,7 @@ def checkpointed(
     results: list[_Known] = []
     made: list[list[_Cast]] = []  # of each operand
 
-    def on_arrays(given: Sequence[Sequence[Array]]) -> PyTree:
+    def piece(given: Sequence[Sequence[Array]]) -> PyTree:
         arrays = [each or (c,) for each, c in zip(given, constants, strict=True)]
         operands = list(map(_value, arrays, known))
         outputs = run(list(operands))
@@ -119,14 +128,12 @@ def checkpointed(
         new = [[v.casts[key] for key in keys] for v, keys in zip(operands, made, strict=True)]
         return [(v.array, *v.casts.values()) for v in outputs], new
 
-    # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    policy = _saves_all_products if saving.attention else saves_products
-    remat = jax.checkpoint(on_arrays, policy=policy, prevent_cse=not saving.turns)
+    transformed = transform(piece)
 
     def call(values: Sequence[Value]) -> list[Value]:
         pairs = zip(values, constants, strict=True)
         given = [(v.array, *v.casts.values()) if c is None else () for v, c in pairs]
-        outputs, new = remat(given)
+        outputs, new = transformed(given)
         for value, keys, each in zip(values, made, new, strict=True):
             value.casts.update(zip(keys, each, strict=True))
         return list(map(_value, outputs, results))

@@ -113,7 +113,7 @@ def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[
             "jmpx.full_precision where float32 is meant."
         )
     if used.kept and "" not in used.kept:
-        remedy = "leave out what asks for it, or write matmul=highest where it is meant"
+        remedy = "leave that out, or write compute=float32,matmul=highest where it is meant"
         if _PRECISE not in used.kept:
             remedy = "cast them where 16 bits are meant, as in `x.astype(jnp.float32)`"
         yield (

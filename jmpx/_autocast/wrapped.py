@@ -44,7 +44,7 @@ from jmpx._policies.added_rules import in_force
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
-from jmpx._policies.registry import rules_of_classes
+from jmpx._policies.registry import any_class_has_a_policy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
@@ -169,7 +169,7 @@ def evaluated(
 
 
 def _followed(policy_map: PolicyMap) -> PolicyMap:
-    """Returns a policy map with the rules that a context adds, and with policies of classes."""
+    """Returns a policy map with the rules that a context adds."""
     policy_map = in_force(policy_map, "jmpx.autocast")
     for rule in policy_map.rules:
         if (
@@ -181,8 +181,6 @@ def _followed(policy_map: PolicyMap) -> PolicyMap:
                 f"Cannot follow rule {str(rule)!r} by operations, which widen none: write "
                 "by=modules, or cast the operands in the function."
             )
-    if of_classes := rules_of_classes():
-        policy_map = dataclasses.replace(policy_map, rules=(*of_classes, *policy_map.rules))
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
         if dtype is not None:
             check_computes(dtype)
@@ -191,11 +189,10 @@ def _followed(policy_map: PolicyMap) -> PolicyMap:
 
 def _casts_nothing(policy_map: PolicyMap) -> bool:
     """Whether a policy map leaves all operations, and the algorithm of products, as they are."""
-    if fact(AUTOCAST) is not None:
-        return False
     policy = policy_map.default
     is_wide = np.dtype(policy.compute_dtype).itemsize >= 4 and policy.matmul_precision is None
-    return is_wide and not policy_map.rules and region_setting() is None
+    has_rules = bool(policy_map.rules) or any_class_has_a_policy()
+    return is_wide and not has_rules and region_setting() is None
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:

@@ -101,7 +101,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     """Traces a function, with its gradient if it is a loss; None is to find out."""
 
     def marked(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return call_marked(lambda cls, path: call.marks_objects, fn, args, kwargs)
+        return call_marked(None, lambda cls, path: call.marks_objects, fn, args, kwargs)
 
     arguments = (call.fn, *call.args), call.kwargs
     with (

@@ -109,15 +109,39 @@ def enclosing_bodies() -> list[str | None]:
     A name is None if it is unknown. `jax.vmap` traces no body.
     """
     bodies = []
+    for trace in _enclosing_traces():
+        frame = getattr(trace, "frame", None)
+        if frame is not None:
+            bodies.append(getattr(getattr(frame, "debug_info", None), "traced_for", None))
+        elif type(trace).__name__ in _DERIVATIVES:
+            bodies.append("derivative")
+    return bodies
+
+
+def in_vmap() -> bool:
+    """Whether `jax.vmap` maps a function here."""
+    return any(type(trace).__name__ == "BatchTrace" for trace in _enclosing_traces())
+
+
+def _enclosing_traces() -> list[object]:
+    """Returns the traces of JAX here, the innermost first."""
+    traces = []
     with _of_core("take_current_trace")() as trace:
         while trace is not None:
-            frame = getattr(trace, "frame", None)
-            if frame is not None:
-                bodies.append(getattr(getattr(frame, "debug_info", None), "traced_for", None))
-            elif type(trace).__name__ in _DERIVATIVES:
-                bodies.append("derivative")
+            traces.append(trace)
             trace = getattr(trace, "parent_trace", None)
-    return bodies
+    return traces
+
+
+def is_traced() -> bool:
+    """Whether operations become equations of a jaxpr here, instead of being run one by one."""
+    return any(body != "derivative" for body in enclosing_bodies())
+
+
+def _makes_equations() -> bool:
+    """Whether an operation becomes an equation here, and is not differentiated or batched first."""
+    with _of_core("take_current_trace")() as trace:
+        return hasattr(trace, "frame")
 
 
 def is_literal(atom: Atom) -> bool:
@@ -241,7 +265,7 @@ def bind(
     """
     params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
-    if cached and not eqn.effects and not inner_jaxprs(params):
+    if cached and not eqn.effects and not inner_jaxprs(params) and not _makes_equations():
         with contextlib.suppress(TypeError):  # a parameter has no hash
             run = _jitted(eqn.primitive, tuple(params.items()))
     results = run(*operands)

@@ -17,7 +17,7 @@ def flops_of(jaxpr: Jaxpr, chosen: Collection[Equation]) -> tuple[int, int]:
     """Returns the FLOPs of the products of a jaxpr, and of those in some of its equations.
 
     Those of a loop are of all trips that are known, those of a kernel of its whole grid, and those
-    of a conditional of its largest branch.
+    of a conditional of the branch with most in these equations.
     """
     total = part = 0
     for eqn in jaxpr.eqns:
@@ -26,7 +26,8 @@ def flops_of(jaxpr: Jaxpr, chosen: Collection[Equation]) -> tuple[int, int]:
             own, inside = FLOPS[name](eqn), 0
         else:
             each = [flops_of(inner, chosen) for inner in inner_jaxprs(eqn.params)]
-            each = [max(each)] if each and name == "cond" else each
+            if name == "cond":
+                each = [max(each, key=lambda pair: pair[::-1])]
             own, inside = (_trips(eqn) * sum(column) for column in zip((0, 0), *each, strict=True))
         total += own
         part += own if eqn in chosen else inside

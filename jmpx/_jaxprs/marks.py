@@ -8,9 +8,9 @@ path. Autocast reads the marks of the jaxpr, and leaves them out of the scopes o
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -28,14 +28,25 @@ class Module(NamedTuple):
     path: str  # its path in the model
 
 
-# These last as long as the process: a mark in a jaxpr that JAX has cached always means its module.
-_marks: dict[Module, str] = {}
-_modules: dict[str, Module] = {}
+class _Mark(NamedTuple):
+    """What a mark says."""
+
+    module: Module
+    policy: Hashable  # that its class had when it was called; None without one
+
+
+# These last as long as the process: a mark in a jaxpr that JAX has cached always means the same.
+_names: dict[_Mark, str] = {}
+_marks: dict[str, _Mark] = {}
 _count = itertools.count()
+
+# Whether a rule, or the policy of its class, selects a module, by its class and path.
+Selects: TypeAlias = Callable[[type, str], bool]
 
 
 class _Thread(threading.local):
     is_marking = False  # whether this thread traces a function for autocast
+    selects: Selects | None = None  # of the innermost autocast; None if it has no rules
 
 
 _thread = _Thread()
@@ -60,25 +71,50 @@ def is_marking() -> bool:
     return _thread.is_marking
 
 
-def in_module(cls: type, path: str) -> AbstractContextManager[object]:
-    """Returns the context of a call of a module's method: the mark, while autocast traces."""
-    if not _thread.is_marking:
+@contextlib.contextmanager
+def selecting(selects: Selects | None) -> Iterator[None]:
+    """Makes it what `selects` returns while the context lasts."""
+    before, _thread.selects = _thread.selects, selects
+    try:
+        yield
+    finally:
+        _thread.selects = before
+
+
+def selects() -> Selects | None:
+    """Returns which modules the innermost autocast selects that traces; None if it has no rules."""
+    return _thread.selects
+
+
+def in_module(cls: type, path: str, policy: Hashable = None) -> AbstractContextManager[object]:
+    """Returns the context of a call of a module's method: the mark, while autocast traces.
+
+    A module whose class has a `policy` is marked even where others are not.
+    """
+    if not _thread.is_marking and policy is None:
         return contextlib.nullcontext()
-    return jax.named_scope(_mark(Module(cls, path)))
+    return jax.named_scope(_name(_Mark(Module(cls, path), policy)))
 
 
-def _mark(module: Module) -> str:
-    """Returns the mark of a module, always the same one."""
-    if module not in _marks:
-        mark = f"{_MARK}{next(_count)}"
-        _modules[mark] = module  # before another thread can find the mark
-        _marks.setdefault(module, mark)
-    return _marks[module]
+def _name(mark: _Mark) -> str:
+    """Returns the name of a mark, always the same one."""
+    if mark not in _names:
+        name = f"{_MARK}{next(_count)}"
+        _marks[name] = mark  # before another thread can find the name
+        _names.setdefault(mark, name)
+    return _names[mark]
 
 
 def module_of(scope: str) -> Module | None:
     """Returns the module whose mark is the last name of a scope; None if that is another name."""
-    return _modules.get(scope.rpartition("/")[2])
+    mark = _marks.get(scope.rpartition("/")[2])
+    return None if mark is None else mark.module
+
+
+def class_policy_of(scope: str) -> Hashable:
+    """Returns the policy that the class of a module had, whose mark is the last name of a scope."""
+    mark = _marks.get(scope.rpartition("/")[2])
+    return None if mark is None else mark.policy
 
 
 def without_marks(scope: str) -> str:

@@ -111,7 +111,10 @@ class Adapter:
         return contextlib.nullcontext()
 
     def marked_calls(self) -> AbstractContextManager[None]:
-        """Marks the calls of modules while the context lasts, if the framework reports calls."""
+        """Marks the calls of modules while the context lasts, if the framework reports calls.
+
+        Under autocast they also set the `dtype` fields of layers; see `field_in_autocast`.
+        """
         return contextlib.nullcontext()
 
     def marker(self, matches: Callable[[type, str], bool]) -> Proxies | None:

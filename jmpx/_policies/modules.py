@@ -4,13 +4,15 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias, TypeVar
 
 from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import apply
-from jmpx._jaxprs.marks import Module, is_marking, marking
+from jmpx._jaxprs.marks import Module, in_module, is_marking, marking, selecting
 from jmpx._policies.frameworks import Proxies, imported_adapters
-from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._policies.maps import PolicyMap
+from jmpx._policies.registry import any_class_has_a_policy, policy_of
 
 R = TypeVar("R")
 
@@ -22,20 +24,38 @@ _Change: TypeAlias = Callable[[PyTree], PyTree]
 _DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
 
 
-@contextlib.contextmanager
-def marked_calls(rules: Iterable[Rule]) -> Iterator[None]:
-    """Has the modules that are called in the context mark their calls, if a rule is for modules."""
-    with contextlib.nullcontext() if all(rule.is_operation for rule in rules) else _all_marked():
-        yield
+def marked_call(cls: type, path: str) -> AbstractContextManager[object]:
+    """Returns the context of a call of a module's method under autocast: its mark."""
+    return in_module(cls, path, policy_of(cls))
 
 
 @contextlib.contextmanager
-def _all_marked() -> Iterator[None]:
+def marked_calls(policy_map: PolicyMap | None) -> Iterator[None]:
+    """Has the modules that are called in the context mark their calls, if a policy is for modules.
+
+    Without a policy map they do in any case.
+    """
+    is_for_modules = policy_map is None or _is_for_modules(policy_map)
     with contextlib.ExitStack() as stack:
         for adapter in () if is_marking() else imported_adapters():
-            stack.enter_context(adapter.marked_calls())
-        stack.enter_context(marking())
+            # The functions of a framework itself may set policies of its classes.
+            if is_for_modules or adapter.class_policies is not None:
+                stack.enter_context(adapter.marked_calls())
+        if is_for_modules:
+            stack.enter_context(marking())
+        rules = policy_map if is_for_modules else None
+        stack.enter_context(selecting(rules and functools.partial(_selects, rules)))
         yield
+
+
+def _is_for_modules(policy_map: PolicyMap) -> bool:
+    """Whether a rule of a policy map is for modules, or any class has a policy."""
+    return any_class_has_a_policy() or not all(rule.is_operation for rule in policy_map.rules)
+
+
+def _selects(policy_map: PolicyMap, cls: type, path: str) -> bool:
+    """Whether a rule of a policy map, or the policy of its class, is for a module."""
+    return policy_map.rule_for(cls, path) is not None or policy_of(cls) is not None
 
 
 def marking_calls(policy_map: PolicyMap, seen: set[Module]) -> Callable[..., PyTree]:
@@ -43,19 +63,22 @@ def marking_calls(policy_map: PolicyMap, seen: set[Module]) -> Callable[..., PyT
 
     `seen` gets the modules that the class names and globs of the policy map could match.
     """
-    rules = [rule for rule in policy_map.rules if not rule.is_operation]
 
     def matches(cls: type, path: str) -> bool:
         seen.add(Module(cls, path))
-        return any(rule.matches(cls, path) for rule in rules)
+        return _selects(policy_map, cls, path)
 
     def call(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
-        return call_marked(matches, fn, args, kwargs) if rules else fn(*args, **kwargs)
+        if _is_for_modules(policy_map):
+            return call_marked(policy_map, matches, fn, args, kwargs)
+        with marked_calls(policy_map):
+            return fn(*args, **kwargs)
 
     return call
 
 
 def call_marked(
+    policy_map: PolicyMap | None,
     matches: Callable[[type, str], bool],
     fn: Callable[..., R],
     args: tuple[PyTree, ...],
@@ -64,11 +87,11 @@ def call_marked(
     """Calls a function, which is traced, so that modules mark their calls.
 
     Of the modules that are found in the function and its arguments, those of which the class and
-    the path match mark their calls. The others do in any case.
+    the path match mark their calls. The others do in any case. See also `marked_calls`.
     """
     made = (adapter.marker(matches) for adapter in imported_adapters())
     markers = [marker for marker in made if marker is not None]
-    with _all_marked():
+    with marked_calls(policy_map):
         return call_with_proxies(markers, fn, args, kwargs)
 
 

@@ -31,7 +31,6 @@ from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.scopes import full_precision
 from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._policies.policy import Policy, PolicyLike
-from jmpx._policies.rules import Rule
 from jmpx._policies.strings import get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
@@ -175,33 +174,10 @@ def policy_of(cls: type) -> Policy | None:
     return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ClassRule(Rule):
-    """The policy of a class, as a rule of a policy map; subclasses do not inherit it."""
-
-    key: _Key | None = None
-
-    def matches(self, cls: type, path: str) -> bool:
-        return _key(cls) == self.key
-
-    def matches_scope(self, scope: str) -> bool:
-        return False
-
-
-def rules_of_classes() -> tuple[Rule, ...]:
-    """Returns the policies that classes have in this thread, as rules before those of a map."""
+def any_class_has_a_policy() -> bool:
+    """Whether jmpx has attached a policy to any class in this thread."""
     catch_up()
-    return tuple(
-        _ClassRule(
-            key.__name__ if isinstance(key, type) else key[1],
-            compute=policy.compute_dtype,
-            output=policy.output_dtype,
-            optional=True,
-            matmul=matmul_of(policy),
-            key=key,
-        )
-        for key, policy in _registry.policies.items()
-    )
+    return bool(_registry.policies)
 
 
 @dataclasses.dataclass(eq=False)
@@ -277,29 +253,29 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
         _registry.bodies = len(_enclosing_bodies())
     _registry.running.append(policy)
     try:
-        with _products(policy, outer), _island(policy), _gathers(policy):
+        computes = contextlib.nullcontext() if policy is None else computing(policy, outer)
+        with computes, _gathers(policy):
             yield
     finally:
         _registry.running.pop()
 
 
-def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextManager[object]:
-    """Returns the context in which the products of a method use the algorithm of its policy.
+@contextlib.contextmanager
+def computing(policy: Policy, outer: Policy | None = None) -> Iterator[None]:
+    """Has products use the algorithm of a policy, and autocast leave in float32 what it says so.
 
-    What the policy has in common with the policy around it is inherited, so that it does not
-    override a `jax.default_matmul_precision` that the user's code sets in between.
+    What the policy has in common with the `outer` policy around it is inherited, so that it does
+    not override a `jax.default_matmul_precision` that the user's code sets in between.
     """
-    if policy is None:
-        return contextlib.nullcontext()
     matmul = matmul_of(policy)
     is_inherited = outer is not None and matmul_of(outer) == matmul
-    return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
-
-
-def _island(policy: Policy | None) -> AbstractContextManager[object]:
-    """Returns the context in which autocast leaves what a float32 policy runs in float32."""
-    is_wide = policy is not None and np.dtype(policy.compute_dtype).itemsize >= 4
-    return full_precision() if is_wide and fact(AUTOCAST) is not None else contextlib.nullcontext()
+    is_wide = np.dtype(policy.compute_dtype).itemsize >= 4
+    is_island = is_wide and fact(AUTOCAST) is not None
+    with (
+        matmul_region(None if is_inherited else matmul, policy.compute_dtype),
+        full_precision() if is_island else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def _gathers(policy: Policy | None) -> AbstractContextManager[object]:

@@ -29,6 +29,7 @@ from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, n
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
 _OUTERMOST = "make it the outermost one, as in skip_nonfinite(optax.MultiSteps(optimizer, n))"
+_NNX_CALL = "jmpx.optimizer_update(model, optimizer, grads=grads, grads_finite=grads_finite)"
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
 
 
@@ -77,8 +78,30 @@ def check_skip_by(skip_by: object) -> None:
         )
 
 
+LEFT_OUT = object()  # in place of an argument of `optimizer_update` that was not given
+
+
+def check_optimizer_arguments(
+    of_nnx: bool, optimizer_state: object, grads: object, grads_finite: object
+) -> None:
+    """Refuses a call of `optimizer_update` without an argument, or with two states."""
+    if of_nnx and optimizer_state is not LEFT_OUT:
+        raise TypeError(
+            "Got an optimizer state as the third argument beside an nnx.Optimizer, which holds its "
+            f"own: leave it out, and name the others, as in {_NNX_CALL}."
+        )
+    given = {"grads": grads, "grads_finite": grads_finite}
+    given = given if of_nnx else {"optimizer_state": optimizer_state, **given}
+    missing = [name for name, value in given.items() if value is LEFT_OUT]
+    if missing:
+        raise TypeError(
+            f"Expected {missing[0]}, which jmpx.optimizer_update needs, got none: "
+            f"{f'write {_NNX_CALL}' if of_nnx else _ORDER}."
+        )
+
+
 def check_optimizer(optimizer: object) -> None:
-    """Refuses all but optax gradient transformations, such as an `nnx.Optimizer`."""
+    """Refuses all but optax gradient transformations."""
     if not is_optimizer(optimizer):
         raise TypeError(
             "Expected an optax gradient transformation as the second argument, got "

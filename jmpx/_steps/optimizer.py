@@ -1,7 +1,8 @@
 """Optimizer steps that are skipped when gradients are not finite."""
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jmpx._base.nnx_objects import holds_objects
 from jmpx._base.stateful import parameters_of
 from jmpx._base.trees import Flag, all_finite, as_flag
 from jmpx._steps.checks import (
+    LEFT_OUT,
     check_optimizer,
+    check_optimizer_arguments,
     check_skip_by,
     refuse_state,
     trained_part,
@@ -20,12 +23,16 @@ from jmpx._steps.checks import (
     warn_of_later_steps,
     warn_of_views,
 )
+from jmpx._steps.nnx_optimizer import is_nnx_optimizer, updated_in_place
 from jmpx._steps.skipping import SkipBy, take_or_keep
 from jmpx._storage.low_precision_params import LowPrecisionParams
 from jmpx._storage.transformations import apply_update, with_extra_args
 
 if TYPE_CHECKING:
     import optax
+    from flax import nnx
+
+    OptimizerT = TypeVar("OptimizerT", bound=nnx.Optimizer[Any])
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT")
@@ -136,6 +143,7 @@ class _SkipNonfinite(NamedTuple):
         return SkipNonfiniteState(inner_state, finite, total, consecutive)
 
 
+@overload
 def optimizer_update(
     model: ModelT,
     optimizer: "optax.GradientTransformation | optax.MultiSteps",
@@ -145,7 +153,31 @@ def optimizer_update(
     *,
     skip_by: SkipBy | None = None,
     **extra_args: Any,
-) -> tuple[ModelT, StateT]:
+) -> tuple[ModelT, StateT]: ...
+
+
+@overload
+def optimizer_update(
+    model: ModelT,
+    optimizer: "OptimizerT",
+    *,
+    grads: PyTree,
+    grads_finite: Flag,
+    skip_by: SkipBy | None = None,
+    **extra_args: Any,
+) -> "tuple[ModelT, OptimizerT]": ...
+
+
+def optimizer_update(
+    model: PyTree,
+    optimizer: PyTree,
+    optimizer_state: PyTree = LEFT_OUT,
+    grads: PyTree = LEFT_OUT,
+    grads_finite: PyTree = LEFT_OUT,
+    *,
+    skip_by: SkipBy | None = None,
+    **extra_args: Any,
+) -> tuple[PyTree, PyTree]:
     """Takes an optimizer step, unless the gradients were not finite.
 
     Follows MPX's `optimizer_update` (arXiv 2507.03312, section 3.5), for any pytree. A skipped step
@@ -157,8 +189,10 @@ def optimizer_update(
         model: any pytree; leaves for which `grads` holds None stay as they are. An NNX
             module is updated in place and returned; make its optimizer state by
             `optimizer.init(nnx.state(model, nnx.Param))`.
-        optimizer: an optax gradient transformation.
-        optimizer_state: its state.
+        optimizer: an optax gradient transformation, or an `nnx.Optimizer`, which is updated in
+            place. Its `step` counts the steps that were taken. Its own `update` is not called.
+        optimizer_state: its state; for an `nnx.Optimizer`, leave it out, and give the arguments
+            after it by name.
         grads: gradients of the structure of `model`, as `grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
@@ -167,12 +201,14 @@ def optimizer_update(
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
-        The new `(model, optimizer_state)`. The model's leaves keep their dtypes; those of the state
+        The new `(model, optimizer_state)`, or `(model, optimizer)` for an `nnx.Optimizer`. The
+            model's leaves keep their dtypes; those of the state
         have the dtypes that optax gives them.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
-            the state of an NNX module's optimizer was made of the module itself.
+        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, one
+            is missing, an `nnx.Optimizer` is given a state, or the state of an NNX module's
+            optimizer was made of the module itself.
         ValueError: if `skip_by` has no such value.
 
     Warns:
@@ -191,8 +227,28 @@ def optimizer_update(
     """
     if skip_by is not None:
         check_skip_by(skip_by)
-    check_optimizer(optimizer)
+    of_nnx = is_nnx_optimizer(optimizer)
+    check_optimizer_arguments(of_nnx, optimizer_state, grads, grads_finite)
     warn_of_views(model)
+
+    step = functools.partial(_stepped, grads_finite, skip_by, extra_args)
+    if not of_nnx:
+        return step(model, optimizer, optimizer_state, grads)
+    updated_in_place(model, optimizer, grads, grads_finite, step)
+    return model, optimizer
+
+
+def _stepped(
+    grads_finite: Flag,
+    skip_by: SkipBy | None,
+    extra_args: dict[str, Any],
+    model: PyTree,
+    optimizer: PyTree,
+    optimizer_state: PyTree,
+    grads: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Returns the new model and the new state of an optax optimizer."""
+    check_optimizer(optimizer)
     before, put_back = _parameters_of(model, optimizer_state, grads)
     params = trained_part(before, grads)
     state: PyTree = optimizer_state

@@ -29,10 +29,7 @@ def in_place_of_optimizer(value: object, otherwise: str) -> str:
     """Returns the remedy for a wrong optimizer: an `nnx.Optimizer` holds the right one."""
     if not (is_object(value) and hasattr(value, "tx")):
         return otherwise
-    return (
-        "pass what it wraps, optimizer.tx, and the state that this makes, "
-        "optimizer.tx.init(nnx.state(model, nnx.Param))"
-    )
+    return "wrap the optax optimizer that it is made of, and make the nnx.Optimizer of the result"
 
 
 def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs":

@@ -157,9 +157,9 @@ def test_floating_dtypes_are_fields():
     ],
 )
 def test_the_field_in_a_call(field, rule, around, value, is_ruled):
-    policy = None if rule is None else jmpx.get_policy(rule)
+    ruled = None if rule is None else jmpx.get_policy(rule).compute_dtype
     around = None if around is None else dtype_fields.Selected(*around)
-    found = dtype_fields.field_in_call(layer(dtype=field), policy, around)
+    found = dtype_fields.field_in_call(layer(dtype=field), ruled, around)
     assert (found.value, found.is_ruled) == (value, is_ruled)
 
 

@@ -220,6 +220,9 @@ def test_a_rule_sets_the_dtype_field():
     }.items():
         view = with_policies(model, f"c=bf16{rules}")
         assert (np.dtype(view.rotary.dtype), np.dtype(view.other.dtype)) == expected
+        # Autocast traces what a rule sets in float32, and returns that.
+        cast = jmpx.apply_policy(lambda model, x: model(x), f"by=operations,c=bf16{rules}")
+        assert cast(model, X)[0].dtype == (F32 if rules else F16)
     assert model.rotary.dtype == jnp.float16 and model.dtype == "float16"
 
 

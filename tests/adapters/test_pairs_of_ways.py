@@ -1,9 +1,12 @@
 """A policy inside of another one, by each pair of ways: an island or an error."""
 
+from typing import Any
+
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
@@ -55,11 +58,36 @@ def test_an_inner_policy_is_an_island_or_an_error(framework, outer, inner):
                 assert tuple(found) == (dtypes[1:] * 2 if is_rounded else dtypes), policies
 
 
+def scanned(f):
+    turn = lambda model, c: (f(model, c).astype(c.dtype), None)  # noqa: E731
+    return lambda model, x: jax.lax.scan(lambda c, _: turn(model, c), x, length=2)[0]
+
+
+NARROW = "operations", "bf16"  # an output dtype that has no effect
+TRANSFORMS = [lambda f: f, jax.jit, jax.checkpoint, scanned]
+
+
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
-def test_a_context_or_a_view_in_float32_is_an_island_in_autocast(framework):
+def test_a_float32_policy_is_an_island_in_autocast_through_transformations(framework):
     net = zoo.drawn(framework, head, 2, 4)
-    found = run(net, "by=operations,c=bf16", net.under("full"))
-    assert found == ["float32xfloat32", "bfloat16xbfloat16"]
+    inner = {"context": net.under("full"), "gradient": in_gradient(net.apply)}
+    for policy in "full", "full; <Linear>: c=f32", "c=bf16; <Linear>: full", "c=f32,o=bf16":
+        policy = net.words(policy)
+        for way in WAYS:
+            if (";" not in policy or way != "arguments") and (way, policy[-4:]) != NARROW:
+                inner[f"by={way},{policy}"] = jmpx.apply_policy(net.apply, f"by={way},{policy}")
+    for name, f in inner.items():
+        for transform in TRANSFORMS:
+            found = run(net, "c=bf16", transform(f))
+            assert (found[0], found[-1]) == ("float32xfloat32", "bfloat16xbfloat16"), name
+
+
+def in_gradient(apply):
+    def f(model, x):
+        loss = lambda x: (apply(model, x) ** 2).sum()  # noqa: E731
+        return jmpx.grad(loss, jmpx.NoOpLossScale(), policy="full")(x).grads
+
+    return f
 
 
 def test_a_gradient_function_without_casts_leaves_modules_to_the_context():
@@ -76,14 +104,30 @@ def test_a_gradient_function_without_casts_leaves_modules_to_the_context():
 CLASSES = {"haiku": hk.Linear, "linen": nn.Dense, "nnx": nnx.Linear, "equinox": eqx.nn.Linear}
 
 
-@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+STORE: Any = hk.mixed_precision  # annotated with JMP's policies
+PUSHES = {
+    "jmpx": jmpx.push_policy,
+    "haiku": lambda cls, policy: STORE.push_policy(cls, jmpx.get_policy(policy)),
+    "jmp": lambda cls, policy: STORE.push_policy(
+        cls, jmp.get_policy("full" if policy == "full" else f"p=f32,{policy}")
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "push"),
+    [*((name, "jmpx") for name in zoo.FRAMEWORKS), ("haiku", "haiku"), ("haiku", "jmp")],
+)
 @pytest.mark.parametrize("policy", SHORT)
-def test_autocast_follows_the_policies_of_classes_and_rules_before_them(framework, policy):
+def test_autocast_follows_the_policies_of_classes_and_rules_before_them(framework, push, policy):
     net = zoo.drawn(framework, head, 2, 4)
-    apply, model = net.split(jmpx.apply_policy(net.apply, "by=operations,c=bf16"))
-    ruled, _ = net.split(jmpx.apply_policy(net.apply, "by=operations,c=bf16; */head: c=f32,o=f32"))
-    with jmpx.push_policy(CLASSES[framework], policy):
-        found = dots(apply, model, np.ones((2, 4), np.float32))
-        if framework != "haiku":  # Haiku itself casts by the policy of the class
-            assert dots(ruled, model, np.ones((2, 4), np.float32)) == ["float32xfloat32"]
-    assert found == ["x".join([SHORT[policy]] * 2)]
+    rules = {"": SHORT[policy], "; */head: c=f32,o=f32": "float32", "; */head: c=f16": "float16"}
+    for rule, expected in rules.items():
+        if framework == "haiku" and policy != "full" and rule:
+            continue  # Haiku itself casts to 16 bits by the policy of the class
+        for transform in (lambda f: f), scanned:
+            cast = jmpx.apply_policy(transform(net.apply), f"c=bf16{rule}")
+            apply, model = net.split(cast)
+            with PUSHES[push](CLASSES[framework], policy):
+                found = dots(apply, model, np.ones((2, 4), np.float32))
+            assert found == ["x".join([expected] * 2)], rule

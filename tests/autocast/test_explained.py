@@ -61,6 +61,7 @@ def test_reading_a_number_names_the_ways_that_have_it(name):
     for elsewhere in (
         jax.jit(jmpx.apply_policy(f, "c=bf16")),
         jax.checkpoint(jmpx.grad(f, jmpx.NoOpLossScale(), policy="c=bf16")),
+        lambda w, x: jax.vmap(jmpx.autocast(f), (None, 0))(w, x[None]),
         lambda w, x: jax.lax.map(lambda x: jmpx.autocast(f)(w, x), x[None]),
     ):
         assert not notes(error_of(kind, elsewhere, W, X))  # it is so by any way

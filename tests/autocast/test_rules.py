@@ -270,6 +270,10 @@ def in_a_grid(x, w):
     return pl.pallas_call(body, shape, in_specs=[row, all_rows], out_specs=row, **options)(x, w)
 
 
+def in_a_branch(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x: kernel(x, w), lambda x: x @ w @ w, x)
+
+
 def foreign(x, w):
     return jax.ffi.ffi_call("of_nobody", jax.ShapeDtypeStruct((4, 4), F32))(x, w)
 
@@ -288,6 +292,7 @@ foreign_inside.defvjp(lambda x, w: (foreign(x, w), None), lambda kept, g: (g, g)
         (partitioned, ", 50.0 % of all FLOPs of products"),
         (kernel, ", 50.0 % of all FLOPs of products"),
         (in_a_grid, ", 50.0 % of all FLOPs of products"),
+        (in_a_branch, ", 50.0 % of all FLOPs of products"),
         (foreign, ""),  # as nothing shows what it computes
         (foreign_inside, ""),
     ],
@@ -377,7 +382,7 @@ def within_precision(x):
         return jnp.tanh(x @ x) @ x
 
 
-DIGITS = "because `precision=` or jax.default_matmul_precision asks for more digits: leave out"
+DIGITS = "because `precision=` or jax.default_matmul_precision asks for more digits: leave that out"
 
 
 @pytest.mark.parametrize("policy", ["c=f16", "c=f16,m=default"])

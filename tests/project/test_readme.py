@@ -31,7 +31,7 @@ def test_it_has_two_commands_in_single_lines_that_name_what_exists():
         "examples/haiku/train.py",
         "benchmarks/tpu_compile.py",
         "benchmarks/gpu_compile.py",
-        "benchmarks/gpu_vit.sh",
+        "benchmarks/gpu_clock.py",
         "benchmarks/pictures.py",
     }
     assert [file for file in files if not (ROOT / file).exists()] == []

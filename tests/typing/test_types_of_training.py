@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 import pytest
+from flax import nnx
 from typed_models import Params, make_params, ones, predict
 
 import jmpx
@@ -229,6 +230,16 @@ def test_an_update_keeps_the_types_of_model_and_state() -> None:
     model, new_state = jmpx.optimizer_update(params, optimizer, state, params, True)
     assert_type(model, dict[str, jax.Array])
     assert_type(new_state, tuple[optax.EmptyState, optax.EmptyState])
+
+
+def test_an_update_takes_an_optimizer_of_nnx() -> None:
+    module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.sgd(0.5), wrt=nnx.Param)
+    model, same = jmpx.optimizer_update(module, optimizer, grads=module, grads_finite=True)
+    assert_type(model, nnx.Linear)
+    assert_type(same, nnx.Optimizer[nnx.Linear])
+    with pytest.raises(TypeError):
+        jmpx.optimizer_update(module, optimizer, module, True)  # pyright: ignore[reportCallIssue]
 
 
 def test_options_of_a_gradient_function(x: jax.Array) -> None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jmpx._adapters.boundaries import widest
+from jmpx._adapters.dtype_fields import dtype_field
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
 from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class
@@ -37,14 +38,16 @@ class _Marker:
         """Marks a node, for containers around it, too, which are never called themselves."""
         if nodes.keeps_dtype(node) or jax.tree_util.all_leaves([node]):
             return node
-        cls = plain_class(type(node))
-        is_matched = nodes.is_module(node) and self.matches(cls, path)
-        modules = (*containers, Module(cls, path)) if is_matched else containers
-        is_marked = nodes.is_module(node) and bool(modules) and nodes.is_called(cls)
+        own = Module(plain_class(type(node)), path)
+        is_module = nodes.is_module(node)
+        is_matched = is_module and (self.matches(*own) or dtype_field(node) is not None)
+        modules = (*containers, own) if is_matched else containers
+        is_marked = is_module and bool(modules) and nodes.is_called(own.cls)
         inner = () if is_marked else modules
         built = nodes.map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
+        modules = (*containers, own)
         marked = marking_proxy_class(type(node), modules, eqx.Module, proxy_mixin(type(node)))
         self.made[marked] = type(node)
         return nodes.as_instance(built, marked)

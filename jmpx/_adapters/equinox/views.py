@@ -120,7 +120,7 @@ class EquinoxScope(PolicyScope):
             return module
         cls = type(module)
         rule, policy = self.module_policies(module, path, around)
-        field = field_in_call(module, rule, around.selected)
+        field = field_in_call(module, rule and rule.compute_dtype, around.selected)
         is_called = nodes.is_called(cls) and (policy is not None or not nodes.is_internal(cls))
         surrounding = policy if is_called and policy is not None else around.surrounding
         inner = _Around(surrounding, policy or around.inner, field.selected)

@@ -17,9 +17,9 @@ from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
-from jmpx._jaxprs.marks import in_module
 from jmpx._policies.frameworks import Adapter, ClassPolicies, Creation
 from jmpx._policies.maps import PolicyMap
+from jmpx._policies.modules import marked_call
 from jmpx._policies.policy import Policy
 
 
@@ -98,7 +98,7 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext)
     """Intercepts each method call under autocast, and marks those of public methods."""
     if not is_public(context.method_name):
         return method(*args, **kwargs)
-    with in_module(type(context.module), context.module.module_name):
+    with marked_call(type(context.module), context.module.module_name):
         return method(*args, **kwargs)
 
 

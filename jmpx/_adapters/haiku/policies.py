@@ -15,7 +15,7 @@ from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.proxies import is_public
 from jmpx._adapters.scopes import PolicyScope, in_policy_scope, pooled
 from jmpx._base.casts import cast_like, cast_tree
-from jmpx._base.contexts import opened, refuse_other_tasks
+from jmpx._base.contexts import AUTOCAST, fact, opened, refuse_other_tasks
 from jmpx._base.dtypes import DTypeLike, computable
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._policies.frameworks import required_package
@@ -299,7 +299,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     if scopes:
         return scopes[-1].intercept(method, args, kwargs, context)
     policy = store.get_policy(cls)
-    if policy is None:
+    if policy is None or fact(AUTOCAST) is not None:  # to autocast, the call's mark tells of it
         return method(*args, **kwargs)
     # Haiku itself casts by it, and knows nothing of `matmul`.
     with running(policy, "hk.mixed_precision"):

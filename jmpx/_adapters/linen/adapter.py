@@ -1,21 +1,22 @@
 """What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`."""
 
 import functools
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 from flax import linen as nn
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method
+from jmpx._adapters.dtype_fields import field_in_autocast
 from jmpx._adapters.linen.modules import is_public_method, module_of
 from jmpx._adapters.linen.policies import LinenScope, applied
 from jmpx._adapters.scopes import creation_in_force
 from jmpx._base.casts import cast_like
 from jmpx._base.contexts import opened
 from jmpx._base.leaves import PyTree
-from jmpx._jaxprs.marks import in_module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
+from jmpx._policies.modules import marked_call
 
 
 def _create(
@@ -51,9 +52,11 @@ def _mark(
 ) -> PyTree:
     """Intercepts each method call under autocast, and marks those of public methods."""
     module = context.module
-    if module.scope is None or not is_public_method(type(module), context.method_name):
+    if module.scope is None:
         return method(*args, **kwargs)
-    with in_module(*module_of(module)):
+    called = module_of(module)
+    is_public = is_public_method(type(module), context.method_name)
+    with field_in_autocast(module, called), marked_call(*called) if is_public else nullcontext():
         return method(*args, **kwargs)
 
 

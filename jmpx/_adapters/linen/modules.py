@@ -1,14 +1,12 @@
 """What a Linen module is in a call: its `dtype` field, what it holds itself, what lifted it."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 from flax import linen as nn
 
 from jmpx._adapters.boundaries import widest
-from jmpx._adapters.dtype_fields import spelled_as
 from jmpx._adapters.proxies import is_public
 from jmpx._base.leaves import is_floating
 from jmpx._jaxprs.marks import Module
@@ -26,20 +24,6 @@ def module_of(module: nn.Module) -> Module:
 def is_public_method(cls: type, name: str) -> bool:
     """Whether a method is public. Bodies of lifted functions run as methods of no class."""
     return name != "setup" and is_public(name) and hasattr(cls, name)
-
-
-@contextlib.contextmanager
-def field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
-    """Sets the `dtype` field of a module for a call; None leaves it."""
-    written = vars(module).get("dtype")
-    if dtype is None or (written is not None and np.dtype(written) == dtype):
-        yield
-        return
-    object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "dtype", written)
 
 
 def own(module: nn.Module, collection: str) -> list[jax.Array]:

@@ -18,7 +18,7 @@ from jmpx._adapters.boundaries import (
     cast_result,
     run_cast,
 )
-from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
+from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, field_set, reading_policy
 from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.scopes import (
@@ -157,7 +157,7 @@ class LinenScope(PolicyScope):
             dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
         try:
-            with modules.field_set(module, dtype):
+            with field_set(module, dtype):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     return self.run_public(call, module, method, args, kwargs, carry)
@@ -197,7 +197,8 @@ class LinenScope(PolicyScope):
             return outer
         surrounding = None if outer is None else outer.policy
         rule, boundary = self.policies_of(*called, surrounding)
-        field = field_in_call(module, rule, None if outer is None else outer.field.selected)
+        around = None if outer is None else outer.field.selected
+        field = field_in_call(module, rule and rule.compute_dtype, around)
         self.record_module(*called, boundary, surrounding)
         keeps = outer is not None and outer.keeps
         return _Call(called, boundary, surrounding, field, keeps=keeps)

@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
+from jmpx._adapters.dtype_fields import dtype_field
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.nnx.views import NnxScope, refuse_setting
 from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class, proxy_class
@@ -135,7 +136,9 @@ class _Marker:
         for value, path in objects.objects_in(roots):
             cls = type(value)
             called = Module(plain_class(cls), path)
-            if objects.is_called(value) and cls not in self.made and self.matches(*called):
+            if not objects.is_called(value) or cls in self.made:
+                continue
+            if self.matches(*called) or dtype_field(value) is not None:
                 marked = marking_proxy_class(cls, (called,), nnx.Module)
                 self.made[marked] = cls
                 object.__setattr__(value, "__class__", marked)

@@ -182,7 +182,7 @@ class NnxScope(PolicyScope):
         rule, policy = self.policies_of(*module, surrounding)
         if objects.notes_dtype(value):
             self.set_field(value, None)
-        field = field_in_call(value, rule, around.selected)
+        field = field_in_call(value, rule and rule.compute_dtype, around.selected)
         self.census.note_layer(module, field)
         if field.is_ruled and field.value is not None:
             self.set_field(value, spelled_as(vars(value)["dtype"], field.value))

@@ -169,9 +169,19 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
         return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
     if all(reader.name.startswith(sums) for reader in readers):
         return True
+    if readers and all(_is_rounded_lookup(reader) for reader in readers):
+        return True  # a gather whose gradients jmpx sums in float32
     if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
         return True  # operations of 16 bits are around it
     return not graph.policy(node) and call(earlier) == call(node)
+
+
+def _is_rounded_lookup(node: Node) -> bool:
+    """Whether a node picks rows that are rounded to 16 bits before anything else reads them."""
+    if node.name not in ("gather", "dynamic_slice"):
+        return False
+    readers = [reader for reader in node.results[0].readers if not reader.is_backward]
+    return all(reader.name == CAST and reader.results[0].dtype in LOW for reader in readers)
 
 
 def _is_only_widened(value: Value) -> bool:
