@@ -162,12 +162,12 @@ def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own)
 
 
 def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
-    class Marks(dict):
-        def setdefault(self, module, mark):
-            assert marks.module_of(mark) == module
-            return super().setdefault(module, mark)
+    class Names(dict):
+        def setdefault(self, mark, name):
+            assert marks.module_of(name) == mark.module
+            return super().setdefault(mark, name)
 
-    monkeypatch.setattr(marks, "_marks", Marks())
-    module = marks.Module(eqx.nn.Linear, "layer")
-    assert len({marks._mark(module) for _ in range(3)}) == 1
-    assert marks.module_of(marks._mark(module)) == module
+    monkeypatch.setattr(marks, "_names", Names())
+    mark = marks._Mark(marks.Module(eqx.nn.Linear, "layer"), None)
+    assert len({marks._name(mark) for _ in range(3)}) == 1
+    assert marks.module_of(marks._name(mark)) == mark.module
