@@ -164,10 +164,11 @@ def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own)
 def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
     class Names(dict):
         def setdefault(self, mark, name):
-            assert marks.module_of(name) == mark.module
+            assert (marks.module_of(name), marks.class_policy_of(name)) == mark
             return super().setdefault(mark, name)
 
     monkeypatch.setattr(marks, "_names", Names())
-    mark = marks._Mark(marks.Module(eqx.nn.Linear, "layer"), None)
-    assert len({marks._name(mark) for _ in range(3)}) == 1
-    assert marks.module_of(marks._name(mark)) == mark.module
+    module = marks.Module(eqx.nn.Linear, "layer")
+    names = [marks._name(marks._Mark(module, policy)) for policy in (None, "full") * 2]
+    assert names[:2] == names[2:] and names[0] != names[1]
+    assert {marks.module_of(name) for name in names} == {module}
