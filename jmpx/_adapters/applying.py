@@ -74,8 +74,8 @@ def apply_policy(
       `with_policies` for Equinox and NNX modules among the arguments.
     - `by=arguments` casts the floating arguments to the compute dtype before the call.
 
-    By operations and by arguments, floating results that are narrower than the output dtype are
-    widened to it.
+    By arguments, and by operations where the policy has `o=`, floating results that are narrower
+    than the output dtype are widened to it.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -292,7 +292,7 @@ class Application(NamedTuple):
         # State is statistics, and the parameters of NNX objects of which the function is a method.
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         result, updates = run(pure, state, args, kwargs, is_loss=True)
-        return _widened(policy, result), updates
+        return _widened(policy, result) if policy_map.writes_output else result, updates
 
 
 def _widened(policy: Policy, result: PyTree) -> PyTree:

@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jmpx._base.mappings import Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts
@@ -49,9 +47,8 @@ class PolicyMap:
             "modules" or "operations"; None means operations, see `way`.
         save: "products" or "products+attention" saves memory where the map is applied by
             operations, see `jmpx.autocast`.
-        writes_output: whether the string or the mapping of the default has `o=`. By operations,
-            results are never narrowed, and a narrow one that is written gets a warning. An output
-            dtype that is not that of the compute dtype counts as written.
+        writes_output: whether the string or the mapping of the default has `o=`, or its output
+            dtype is another than its compute dtype. By operations, only then are results widened.
 
     Raises:
         ValueError: if `by` or `save` is unknown, or `save` stands beside another way than
@@ -75,9 +72,8 @@ class PolicyMap:
     writes_output: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        output, compute = self.default.output_dtype, self.default.compute_dtype
-        says_more = output != compute or (self.writes_output and np.dtype(output).itemsize < 4)
-        object.__setattr__(self, "writes_output", says_more)
+        if self.default.output_dtype != self.default.compute_dtype:
+            object.__setattr__(self, "writes_output", True)
         for name, word in self._how().items():
             object.__setattr__(self, name, read_how(name, Located(word, "jmpx.PolicyMap")))
         others = [rule.compute for rule in self.rules]
