@@ -29,10 +29,10 @@ from tqdm import tqdm
 import jmpx
 
 POLICIES = {
-    "float32": "by=operations,full",
-    "bfloat16": "by=operations,c=bf16,o=f32",
-    "bfloat16, */head: product=f32": "by=operations,c=bf16,o=f32; */head: product=f32",
-    "float16": "by=operations,c=f16,o=f32",
+    "float32": "full",
+    "bfloat16": "c=bf16",
+    "bfloat16, */head: product=f32": "c=bf16; */head: product=f32",
+    "float16": "c=f16",
 }
 STEPS = flags.DEFINE_integer("steps", 120, "Steps of each run.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each precision.", lower_bound=1)

@@ -156,7 +156,7 @@ KINDS = {
         exp exp2 expm1 log log1p log2 pow rsqrt
         acos acosh asin asinh atanh cosh sinh tan erf_inv
         reduce_sum reduce_prod reduce reduce_window reduce_window_sum
-        cumsum cumprod cumlogsumexp scatter_add scatter_sub scatter_mul select_and_scatter_add
+        cumsum cumprod cumlogsumexp select_and_scatter_add
         lgamma digamma polygamma zeta igamma igammac igamma_grad_a
         bessel_i0e bessel_i1e regularized_incomplete_beta
         cholesky eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd

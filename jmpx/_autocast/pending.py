@@ -33,6 +33,7 @@ _OF_STATISTICS = frozenset(
     """.split()
 )
 _OF_STATISTICS |= RESHAPES | PICKS | JOINS | IDENTITIES | PLACEMENTS
+_KNOWN = _AFFINE | SUMS | _OF_STATISTICS
 # These hold each number of an array in its order, if they hold all.
 _SHAPES = (RESHAPES | PICKS) - {"transpose", "rev"}
 # These run in float32 on a pending operand: roots, and what chooses the largest numbers.
@@ -59,8 +60,7 @@ def read(operation: Operation) -> Operation:
 def note(operation: Operation, results: Sequence[Value]) -> None:
     """Notes which results of an operation are pending, and which are statistics."""
     name, values = operation.name, operation.values
-    is_known = name in _AFFINE or name in SUMS or name in _OF_STATISTICS
-    if not is_known or not _is_default(operation):
+    if name not in _KNOWN or not _is_default(operation):
         return
     first = results[0]
     if first.dtype != FLOAT32 or first.is_weak:

@@ -3,8 +3,25 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import is_outer
-from jmpx._autocast.binding import bind, fill_value, has_fill, run_as_traced, run_moved
-from jmpx._autocast.kinds import compare, full, low, power, promote, promote_finite, scale_checking
+from jmpx._autocast.binding import (
+    bind,
+    fill_value,
+    has_fill,
+    result_dtype,
+    rounded,
+    run_as_traced,
+    run_moved,
+)
+from jmpx._autocast.kinds import (
+    compare,
+    full,
+    low,
+    power,
+    promote,
+    promote_finite,
+    scale_checking,
+    update,
+)
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.reads import narrow_dtype
 from jmpx._autocast.residuals import keeps_residuals, run_keeping_residuals
@@ -20,7 +37,9 @@ def dot_general(operation: Operation) -> list[Value]:
     The angles of a rotary embedding are one: positions times frequencies.
     """
     if is_outer(operation.equation) and not is_precise(operation.equation):
-        return promote(operation, **with_algorithms(operation, operation.promoted))
+        dtype = operation.promoted
+        params = with_algorithms(operation, dtype) | result_dtype(operation.equation, dtype)
+        return promote(operation, **params)
     return low(operation)
 
 
@@ -63,6 +82,20 @@ def gather(operation: Operation) -> list[Value]:
         return run_moved(operation, dtype)
     params = fill_value(operation.equation, operation.promoted)
     return promote(operation, Value.to_finite, **params)
+
+
+@register("scatter_add", "scatter_sub", cached=True, keeps_finite=True)
+def scatter_sum(operation: Operation) -> list[Value]:
+    """Runs in float32, as sums do; rounds the result where each number gets one term, as `add`."""
+    return (update if operation.equation.params["unique_indices"] else full)(operation)
+
+
+@register("scatter_mul", cached=True)
+def scatter_mul(operation: Operation) -> list[Value]:
+    """Runs in float32; rounds the result where each number gets one factor, as `mul`."""
+    results = full(operation)
+    is_once = operation.equation.params["unique_indices"]
+    return rounded(results, operation, operation.promoted) if is_once else results
 
 
 @register("get", "swap")

@@ -22,7 +22,16 @@ from jax import lax
 
 from jmpx._base.contexts import fact, fact_set
 from jmpx._base.leaves import PyTree, is_floating_dtype
-from jmpx._jaxprs.core import Array, Aval, Equation, Jaxpr, evaluate, scan_counts_of, with_dtype
+from jmpx._jaxprs.core import (
+    Array,
+    Aval,
+    Equation,
+    Jaxpr,
+    enclosing_bodies,
+    evaluate,
+    scan_counts_of,
+    with_dtype,
+)
 from jmpx._jaxprs.inner import inner_of, once_per_jaxpr, walk
 from jmpx._jaxprs.moves import IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS
 from jmpx._jaxprs.types import Params, Primitive
@@ -47,10 +56,15 @@ def _is_narrow(aval: Array | Aval) -> bool:
 
 
 def _gather(bind: Bind, operand: Array, indices: Array, **params: PyTree) -> Array:
-    if not _is_narrow(operand) or _picks_once(indices, params):
+    if not _is_narrow(operand) or _picks_once(indices, params) or _is_in_kernel():
         return bind(operand, indices, **params)
     rows = bind(lax.convert_element_type(operand, _FLOAT32), indices, **params)
     return lax.convert_element_type(rows, operand.dtype)
+
+
+def _is_in_kernel() -> bool:
+    """Whether a Pallas kernel is traced, of which JAX takes no derivative by its gathers."""
+    return any((name or "").startswith("pallas_call") for name in enclosing_bodies())
 
 
 def _picks_once(indices: Array, params: Params) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn, nnx
 from helpers.jaxprs import equations_of, program
 from helpers.maps import AXIS, mesh_of
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 import jmpx
@@ -19,7 +20,7 @@ from jmpx._jaxprs.gathers import summed_in_float32
 
 ROWS, WIDTH, COUNT = 8, 4, 2048
 RNG = np.random.default_rng(0)
-# Most tokens are equal: summed in bfloat16, their row loses more than 85 % of its gradient.
+# Most tokens are equal: summed in bfloat16, the gradient of their row errs by 64 %.
 TOKENS = jnp.asarray(np.where(RNG.random(COUNT) < 0.8, 3, RNG.integers(0, ROWS, COUNT)))
 TABLE = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
 WEIGHTS = jnp.asarray(RNG.normal(1, 0.5, (COUNT, WIDTH)), jnp.bfloat16).astype(jnp.float32)
@@ -213,9 +214,17 @@ def picks_no_row_twice(x, labels):
     return layers[..., 0], x[1:, ::2], x[1], jnp.take_along_axis(x, labels[:, None], axis=1)
 
 
+def in_a_kernel(x, labels):
+    def kernel(x, labels, out):
+        out[...] = jnp.take(x[...], labels[...], axis=0)
+
+    return pallas.pallas_call(kernel, out_shape=x, interpret=True)(x, labels)
+
+
 def test_a_program_that_sums_nothing_stays_as_it_is():
     x, labels = jnp.ones((4, 4), jnp.bfloat16), jnp.arange(4)
-    expected = program(picks_no_row_twice, x, labels)
+    functions = picks_no_row_twice, in_a_kernel
+    expected = [program(function, x, labels) for function in functions]
     with summed_in_float32():
-        assert program(picks_no_row_twice, x, labels) == expected
+        assert [program(function, x, labels) for function in functions] == expected
         assert program(lambda t, i: t[i], x, labels) != program(lambda t, i: t[i], x, labels[:1])

@@ -100,7 +100,7 @@ def test_layers_compute_what_they_compute_one_by_one(case, rng, monkeypatch):
         traced = jax.make_jaxpr(applied)(params, x)
         found = calls(traced)
         assert bool(found) != bool(results)
-        if found and case not in ("constant", "looped"):  # in these, all differ
+        if found and case in ("block", "shared", "skip"):  # in others, layers differ
             assert len({id(jaxpr) for jaxpr in found}) < len(found)
         results.append(one_by_one(jax.value_and_grad(applied), params, x))
         monkeypatch.setattr(core, "is_traced", lambda: False)
@@ -114,7 +114,7 @@ def test_layers_compute_what_they_compute_one_by_one(case, rng, monkeypatch):
 
 
 def test_a_deep_model_is_traced_in_hardly_more_calls_than_by_hand(rng):
-    params, x = arguments(rng, layers=12)
+    params, x = arguments(rng, layers=24)
     with_islands = program(functools.partial(block, wide=lambda x: x.astype(jnp.float32)))
 
     def by_hand(params, x):

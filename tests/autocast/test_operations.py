@@ -157,6 +157,36 @@ def test_dtypes_of_operations_on_products(pair, name):
     assert_ran(jmpx.autocast(lambda x, w: fn(x @ w, x)), *pair, **{operation: dtypes})
 
 
+def test_an_outer_product_of_activations_leaves_them_in_16_bits(rng):
+    """As a product of numbers does: a rotary embedding by `einsum` is one."""
+    x, w = whole(rng, 4, 4), whole(rng, 4, 4)
+    f = jmpx.autocast(lambda x, w: jnp.einsum("ij,j->ij", x @ w, x[0]), output=None)
+    assert "dot_general" in str(jax.make_jaxpr(f)(x, w).eqns[-2:])
+    assert f(x, w).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(f(x, w).astype(F32), (x @ w) * x[0])
+
+
+def test_a_scatter_that_combines_each_number_once_leaves_activations_in_16_bits(rng):
+    """As `h * factor` and `h + term` do; with indices that may be equal, it is a sum of many."""
+
+    @jmpx.autocast(output=None)
+    def f(x, w):
+        h = x @ w
+        factors, terms = h.at[:, 0].multiply(-2), h.at[1].add(x[0])
+        return factors, terms, h.at[1].subtract(x[0]), h.at[INDEX].add(x[:2])
+
+    x, w = whole(rng, 4, 4), whole(rng, 4, 4)
+    results = f(x, w)
+    assert [r.dtype.name for r in results] == ["bfloat16"] * 3 + ["float32"]
+    for result, expected in zip(results, f.__wrapped__(x, w), strict=True):
+        np.testing.assert_array_equal(result.astype(F32), expected)
+
+    large = jmpx.autocast(lambda x, w: (x @ w).at[:, 0].multiply(1e5), "f16", output=None)
+    result, expected = large(x / 4096, w), (x @ w / 4096).at[:, 0].multiply(1e5)
+    assert result.dtype == np.float16  # and the factor, which it does not hold, is not infinite
+    np.testing.assert_allclose(result.astype(F32), expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", rows(["sort", "max", "where", "ragged_dot"], "sort", "max"))
 def test_values_of_operations_on_products(rng, name):
     """Their derivatives are operations of another kind, so that gradients are compared, too."""

@@ -162,12 +162,13 @@ def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own)
 
 
 def test_a_mark_means_its_module_as_soon_as_other_threads_can_find_it(monkeypatch):
-    class Marks(dict):
-        def setdefault(self, module, mark):
-            assert marks.module_of(mark) == module
-            return super().setdefault(module, mark)
+    class Names(dict):
+        def setdefault(self, mark, name):
+            assert (marks.module_of(name), marks.class_policy_of(name)) == mark
+            return super().setdefault(mark, name)
 
-    monkeypatch.setattr(marks, "_marks", Marks())
+    monkeypatch.setattr(marks, "_names", Names())
     module = marks.Module(eqx.nn.Linear, "layer")
-    assert len({marks._mark(module) for _ in range(3)}) == 1
-    assert marks.module_of(marks._mark(module)) == module
+    names = [marks._name(marks._Mark(module, policy)) for policy in (None, "full") * 2]
+    assert names[:2] == names[2:] and names[0] != names[1]
+    assert {marks.module_of(name) for name in names} == {module}

@@ -61,6 +61,7 @@ PARTS = {
     "less the largest": (lambda x: x - x.max(-1, keepdims=True),),
     "exponential": (lambda x: jnp.exp(jnp.minimum(x, 3.0)),),
     "shares": (lambda x: x / x.sum(-1, keepdims=True),),
+    "norm": (lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),),
     "softmax": (lambda x: jax.nn.softmax(x),),
     "squares": (lambda x: x * x,),
     "sum": (lambda x: jnp.zeros_like(x) + x.sum(-1, keepdims=True),),
@@ -118,6 +119,7 @@ programs = st.lists(
 @example([(("product",), None), (("less the largest",), "jit"), (("exponential",), None)], "c=bf16")
 @example([(("product", "squares"), "cond"), (("sum",), None)], "c=bf16")
 @example([(("product",), None), (("number",), "jit")], "c=f16")
+@example([(("product", "norm"), "jit"), (("gain",), "checkpoint"), (("product",), None)], "c=bf16")
 @example([(("product", "sigmoid"), None), (("logarithm",), "checkpoint")], "c=bf16")
 @given(programs, st.sampled_from(["c=bf16", "c=f16"]))
 @settings(max_examples=25 if settings().derandomize else 200, deadline=None)
