@@ -12,6 +12,8 @@ shows. The optimizer is Adam; the state is donated. A line has
 - gflop, gb_accessed: the compiler's estimates, which count the body of a loop once; gb_accessed
   counts arrays in the memory on the chip, too, and what is fetched into it twice;
 - gb_hbm: what instructions and fetches read from the chip's HBM and write to it (one chip alone);
+- mcycles: millions of cycles, by the compiler's estimates of what runs, the body of a loop once for
+  each of its turns; for ratios at most, and the lines before 2026-11-27 have none;
 - instructions, fusions, converts, copies: counted in the optimized program;
 - products: matrix products and convolutions by the dtypes of operands and result;
 - collectives: MiB that a chip sends, by kind and dtype;
@@ -31,8 +33,9 @@ import records
 import tpu
 from collectives import read, table
 from compiled_step import FREE, clocked, sizes, unfused
+from gpu_program import Program
 from model_steps import Point, trace
-from tpu_matmul import count
+from tpu_matmul import CYCLES, count
 
 import jmpx
 from jmpx._inspect.hlo.module import Module
@@ -116,6 +119,12 @@ def hbm_bytes(hlo: str) -> float:
     return moved
 
 
+def megacycles(hlo: str) -> float:
+    """Returns the millions of cycles that the compiler estimates."""
+    ran = ((CYCLES.search(one.rest), times) for one, times in Program(hlo).run())
+    return sum(int(found[1]) * times for found, times in ran if found) / 1e6
+
+
 def measure(small: bool = False, **fields: Any) -> records.Record:
     """Compiles a point and returns what was found."""
     return compiled(lambda: trace(Point(**fields), tpu.devices(), small))
@@ -137,6 +146,7 @@ def compiled(make: Callable[[], Any]) -> records.Record:
         "arguments_mib": memory.argument_size_in_bytes / 2**20,
         "gflop": cost["flops"] / 1e9,
         "gb_accessed": cost["bytes accessed"] / 1e9,
+        "mcycles": megacycles(hlo),
         "gb_hbm": None if sent else hbm_bytes(hlo) / 1e9,
         **counts(hlo),
         "collectives": sent,
