@@ -11,10 +11,18 @@ trace_ms: processor time until the gradients of 24 layers are traced, the blocks
 scanned, with and without autocast in turns; medians, and their ratio. That of save= is to a float32
 model with one jax.checkpoint around it, because checkpoints are what takes the time. Where each
 block is marked by hand, JAX traces one block and finds it again.
+Of `by hand`: the same with the model and the loss under `c=bf16`, which casts operations, over
+bfloat16 by hand, whose norms and softmax are float32 islands.
+first_use_ms: the same in fresh processes of which it is the first trace, so that it includes what
+jmpx imports then; medians of five.
 """
 
 import dataclasses
+import functools
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +89,58 @@ def trace_seconds(loss_fn: Loss, params: PyTree) -> float:
     return time.process_time() - start
 
 
+def over_by_hand(layers: int) -> tuple[dict[str, Loss], PyTree]:
+    """Returns the losses by hand and by default, and their parameters."""
+    model = Transformer(layers=layers, width=64, hidden=128)
+    params = model.init(np.random.default_rng(0))
+    x, labels = model.batch(np.random.default_rng(0), 2, 16)
+    loss_of = dataclasses.replace(model, islands=True).loss
+    by_default = jmpx.apply_policy(model.loss, "c=bf16")
+
+    def by_hand(params: PyTree) -> jax.Array:
+        return loss_of(*jmpx.cast_tree((params, x), jnp.bfloat16), labels)
+
+    return {"by hand": by_hand, "default": lambda params: by_default(params, x, labels)}, params
+
+
+def measure_over_by_hand(layers: int, rounds: int) -> records.Record:
+    ways, params = over_by_hand(layers)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, seconds in times.items():
+            seconds.append(1000 * trace_seconds(ways[name], params))
+    by_hand, default = (statistics.median(found[1:]) for found in times.values())
+    ratio = round(default / by_hand, 2)
+    return {"by_hand_trace_ms": round(by_hand), "trace_ms": round(default), "ratio": ratio}
+
+
+FIRST = """
+import autocast
+ways, params = autocast.over_by_hand({layers})
+print(1000 * autocast.trace_seconds(ways[{name!r}], params))
+"""
+
+
+def measure_first_use(layers: int, runs: int) -> records.Record:
+    # Installed packages have their bytecode: without it, each run would compile jmpx again.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    found = {}
+    for name in ("by hand", "default"):
+        command = [sys.executable, "-c", FIRST.format(layers=layers, name=name)]
+        run = functools.partial(subprocess.run, command, capture_output=True, check=True, text=True)
+        found[name] = [float(run(env=environment).stdout) for _ in range(runs + 1)][1:]
+    by_hand, default = map(statistics.median, found.values())
+    ratio = round(default / by_hand, 2)
+    return {"by_hand_first_use_ms": round(by_hand), "first_use_ms": round(default), "ratio": ratio}
+
+
 def measure(way: str, small: bool = False) -> records.Record:
     rng = np.random.default_rng(0)
+    if way in BY_HAND:
+        return measure_over_by_hand(1 if small else BY_HAND[way], 1 if small else ROUNDS)
+    if way in FIRST_USE:
+        return measure_first_use(FIRST_USE[way], 1 if small else 5)
     if way in SCANNED:
         return measure_trace(rng, 1 if small else 24, SCANNED[way], 1 if small else ROUNDS)
     model = Transformer(1, 16, hidden=32) if small else Transformer()
@@ -130,7 +188,10 @@ def measure_trace(
 
 ROUNDS = 7  # of the trace times
 SCANNED = {"24 layers": False, "24 layers, scanned": True}
-WAYS = ("float32", "bfloat16", "grampax", "autocast", "autocast, save", *SCANNED)
+BY_HAND = {f"{layers} layers, by hand": layers for layers in (12, 24, 96)}
+FIRST_USE = {f"first use, {layers} layers": layers for layers in (1, 4, 12)}
+LOSSES = ("float32", "bfloat16", "grampax", "autocast", "autocast, save")
+WAYS = (*LOSSES, *SCANNED, *BY_HAND, *FIRST_USE)
 POINTS = [{"way": way} for way in WAYS]
 
 if __name__ == "__main__":

@@ -34,11 +34,13 @@ MARKS = "<!-- table, by report.py -->", "<!-- end -->"
 
 HEADLINE = re.compile(
     "(kernels|bytes): (jmpx over|jmpx_where)|time: jmp over|residual|24 layers$"
-    "|import|MiB sent|error over|TPU"
+    "|by hand's|import|MiB sent|error over|TPU"
 )
 COUNTS = {"kernels": "kernels", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12}
 TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
+BY_HAND = {f"{layers} layers, by hand": 1.15 for layers in (12, 24, 96)}
+FIRST_USE = {f"first use, {layers} layers": 1.6 for layers in (4, 12)}
 SENT = {  # what a device may send in a step, in MiB
     ("fsdp_partitioner", "batch_sharding, c=bf16"): 7.2,
     ("fsdp_partitioner", "batch_sharding, c=bf16,r=bf16"): 4.4,
@@ -68,6 +70,11 @@ def bars(found: list[Record]) -> Iterator[Row]:
             yield Row(f"trace time over no autocast's: {way}", record["ratio"], TRACES[way])
             measure = f"trace time of save= over one checkpoint's: {way}"
             yield Row(measure, record["save_ratio"], TRACES[way])
+        elif way in BY_HAND:
+            yield Row(f"trace time of c=bf16 over by hand's: {way}", record["ratio"], BY_HAND[way])
+        elif way in FIRST_USE:
+            measure = f"first traced use of c=bf16 in a process over by hand's: {way}"
+            yield Row(measure, record["ratio"], FIRST_USE[way])
     (jmpx,) = (r for r in of(found, "import_time") if r["library"] == "jmpx")
     yield Row("milliseconds that `import jmpx` adds to `import jax`", jmpx["over_jax_ms"], 60)
     yield from fsdp_bars(of(found, "fsdp_partitioner", "fsdp_stablehlo"))

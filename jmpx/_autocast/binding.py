@@ -44,7 +44,8 @@ def bind(
     No result gets wider than it was traced.
     """
     equation, name, values = operation.equation, operation.name, operation.values
-    results = bind_arrays(equation, arrays, **params)
+    run = core.bind if operation.is_single else bind_arrays
+    results = run(equation, arrays, **params)
     outputs = [Value(result, is_weak, operation.is_tangent) for result in results]
     if name in COPIES:
         outputs[0].onto_bound, outputs[0].held_by = values[0].onto_bound, values[0].held_by

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.cuts import Role
+from jmpx._autocast.layers import repeated, token
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
 from jmpx._autocast.pieces import Piece, find_layers, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
@@ -40,6 +41,7 @@ class _Frame(NamedTuple):
     named: Collection[Atom] = ()  # results that a checkpoint saves by their name
     depth: int = 0  # how many of the scopes of each equation are around its operations already
     has_norms: bool = False  # whether there may be statistics or pending values; see `pending.py`
+    repeated: Collection[Hashable] | None = None  # see `layers.repeated`; None: all may repeat
 
     def read(self, atom: Atom) -> Value:
         """Returns the value of an operand."""
@@ -82,9 +84,10 @@ class Interpreter:
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
         is_norm = any(value.pending or value.statistic for value in values) or has_norms(jaxpr)
-        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, has_norms=is_norm)
-        is_plain = core.looks_for_nans([value.array for value in values])
-        pieces = [] if is_plain else self._pieces(jaxpr)
+        is_plain, is_traced = core.looks_for_nans([v.array for v in values]), core.is_traced()
+        often = repeated(jaxpr) if is_traced else None
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, (), 0, is_norm, often)
+        pieces = [] if is_plain else self._pieces(jaxpr, is_traced)
         if not pieces:
             one_by_one = self._that_saves(None) if is_plain else self
             one_by_one._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
@@ -94,10 +97,10 @@ class Interpreter:
                 env.pop(var, None)
         return [frame.read(atom) for atom in jaxpr.outvars]
 
-    def _pieces(self, jaxpr: Jaxpr) -> list[Piece]:
+    def _pieces(self, jaxpr: Jaxpr, is_traced: bool) -> list[Piece]:
         """Returns the pieces that a jaxpr runs in, if it does not run one by one."""
         if self.saving is None:  # eager operations would run in other programs, fused
-            return find_layers(jaxpr) if core.is_traced() else []
+            return find_layers(jaxpr) if is_traced else []
         return [] if self.saving == IN_PIECE else find_pieces(jaxpr, self.saving)
 
     def _run(
@@ -136,7 +139,9 @@ class Interpreter:
         self.used.operations.add(name)
         neighbours = frame.neighbours
         read = tuple(result_dtypes(equation, neighbours.read, scope, self.regions))
-        operation = Operation(equation, values, self, scope, region, override, neighbours, read)
+        is_single = frame.repeated is not None and token(equation) not in frame.repeated
+        around = scope, region, override
+        operation = Operation(equation, values, self, *around, neighbours, read, is_single)
         return pending.read(operation) if frame.has_norms else operation
 
     def _run_piece(self, frame: _Frame, piece: Piece) -> None:

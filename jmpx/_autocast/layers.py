@@ -17,6 +17,7 @@ _ALIKE = 8  # so many equations have to be alike before anything else is compare
 _LEAST = 4  # equations of a part of a layer: a call of fewer would save nothing
 _SHORTEST = 16  # equations of a layer: of shorter ones, several are called together
 _TRIES = 16  # how many places are compared with one
+_MANY = 8  # operations for which JAX had better cache a function, which takes as long as some
 
 # A function with a derivative rule of its own is made anew in each trace, and no two are alike.
 _SINGLE = frozenset({"custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"})
@@ -40,11 +41,18 @@ def layers(jaxpr: Jaxpr) -> list[tuple[bool, range]]:
     return found
 
 
+@once_per_jaxpr
+def repeated(jaxpr: Jaxpr) -> frozenset[Hashable]:
+    """Returns the tokens of which a jaxpr has many."""
+    counts = collections.Counter(map(token, jaxpr.eqns))
+    return frozenset(each for each, count in counts.items() if count >= _MANY)
+
+
 def _groups(equations: Sequence[Equation]) -> Iterator[tuple[bool, range]]:
     """Yields groups of equations; the ones that may repeat are the parts of layers."""
     single = [_is_single(equation) for equation in equations]
     end = 0
-    for layer in _layers([_token(equation) for equation in equations]):
+    for layer in _layers([token(equation) for equation in equations]):
         if end < layer.start:
             yield False, range(end, layer.start)
         for is_single, part in itertools.groupby(layer, single.__getitem__):
@@ -55,7 +63,7 @@ def _groups(equations: Sequence[Equation]) -> Iterator[tuple[bool, range]]:
         yield False, range(end, len(equations))
 
 
-def _token(equation: Equation) -> Hashable:
+def token(equation: Equation) -> Hashable:
     """Returns what equations at the same place of alike layers have in common."""
     shapes = tuple(getattr(var.aval, "shape", None) for var in equation.outvars)
     return equation.primitive.name, shapes

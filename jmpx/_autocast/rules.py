@@ -73,6 +73,7 @@ class Operation(NamedTuple):
     override: np.dtype | None  # what a policy rule gives to the primitive; None without one
     neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
     read: tuple[Dtypes, ...] = ()  # in which its results are read; see `reads.result_dtypes`
+    is_single: bool = False  # whether few are like it, so that JAX need not cache a function for it
 
     @property
     def name(self) -> str:
