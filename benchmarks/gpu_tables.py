@@ -50,6 +50,18 @@ def short(found: list[Record]) -> str:
     return table(("NVIDIA H100", *header), rows)
 
 
+def architectures(found: list[Record]) -> str:
+    """Returns what steps of other networks need on an H100, over those by hand."""
+    steps = [line for line in found if line["chip"] == "H100" and "estimate_ms" in line]
+    by_hand = {line["model"]: line for line in steps if line["way"] == "by hand"}
+    rows = []
+    for line in steps:
+        name, way = line["model"], line["way"]
+        if name in by_hand and way != "by hand":
+            rows.append((name, f"`{way}`", *cells(line, by_hand[name])[:4]))
+    return table(("H100, the network", "policy", *NUMBERS[:4]), rows)
+
+
 def group(line: Record) -> tuple[Any, ...]:
     return tuple(line[key] for key in KEY)
 

@@ -179,7 +179,8 @@ def pages() -> dict[Path, str]:
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    return {PAGE: replaced(page, learned, at_scale, gpu_tables.costs(gpu)), **texts}
+    others = gpu_tables.architectures(records.read(records.RESULTS / "over_by_hand.jsonl"))
+    return {PAGE: replaced(page, learned, at_scale, gpu_tables.costs(gpu), others), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

@@ -63,7 +63,7 @@ def test_a_step_is_timed_once_and_resumed(capsys, monkeypatch, tmp_path):
     assert record.items() >= {**fields, "platform": "cpu", "cuda": None}.items()
     low, high = record["step_ms_quartiles"]
     assert 0 < low <= record["step_ms"] <= high and record["peak_mib"] > 0
-    assert record["loss"] == pytest.approx(np.log(16), rel=0.3)  # it predicts one of 16 tokens
+    assert 0 < record["loss"] < np.log(16)  # it has learned one of 16 tokens, from the same batch
 
 
 def test_a_step_that_fails_is_a_line(monkeypatch):
