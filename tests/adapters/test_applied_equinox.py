@@ -173,7 +173,7 @@ def test_paths_begin_at_each_of_two_models():
         seen.append(models["b"][1].head.weight.dtype)
         return models["a"](x), models["b"][0](x)
 
-    policy_map = "c=bf16,o=f32; /block/head: f16; /head: f32"  # each rule is used
+    policy_map = "by=modules,c=bf16,o=f32; /block/head: f16; /head: f32"  # each rule is used
     result = eqx.filter_eval_shape(jmpx.apply_policy(f, policy_map), models, X)
     assert seen == [F16, F16, F32] and {each.dtype for each in result} == {F32}
 

@@ -103,7 +103,7 @@ def run_gradient(x: Any, text: str) -> Any:
         return y.astype(jnp.float32).sum(), (code, y)
 
     scaling = jmpx.DynamicLossScale(2.0**10)
-    grad_fn = jmpx.value_and_grad(loss_fn, scaling, has_aux=True, policy=text)
+    grad_fn = jmpx.value_and_grad(loss_fn, scaling, has_aux=True, policy=f"by=arguments,{text}")
     (_, (code, y)), *_ = grad_fn(ONE, x)
     return y, code
 

@@ -240,7 +240,7 @@ def test_complex_gradients_keep_their_dtype(rng):
 def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     stored = ["float32", "bfloat16", "float16", "float64"]
     loss = lambda ws, x: sum((w * x.astype(w.dtype)).sum().astype(jnp.float32) for w in ws)  # noqa: E731
-    options = {"policy": with_reduce(reduce), "over": jmpx.Over(AXIS)}
+    options = {"policy": with_reduce(reduce, "by=arguments,c=f32"), "over": AXIS}
     with enable_x64():
         params = [jnp.asarray(normal(rng, 3), dtype) for dtype in stored]
         batch = normal(rng, DEVICES, 3)

@@ -12,9 +12,9 @@ from helpers.examples import answer
 HEAD = "product=float32"
 # A script, its flags, the share of products that is to be in bfloat16.
 EXAMPLES = {
-    "haiku/train.py": ([f"--mp_policy=c=bf16,o=f32; */linear: {HEAD}"], 1.0),
+    "haiku/train.py": ([f"--mp_policy=by=modules,c=bf16,o=f32; */linear: {HEAD}"], 1.0),
     "equinox/train_vit.py": (["--depth=2", "--accumulate=2"], 0.999),  # the head is in float32
-    "equinox/autocast.py": ([f"--mp_policy=by=operations,c=bf16; */layers/1: {HEAD}"], 1.0),
+    "equinox/autocast.py": ([f"--mp_policy=c=bf16; */layers/1: {HEAD}"], 1.0),
 }
 PROBE = """
 import contextlib, importlib, io, json, sys
