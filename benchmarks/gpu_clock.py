@@ -172,7 +172,10 @@ def timing(program: Program, compiled: Any) -> Record:
 
 
 def profile(folder: Path, small: bool = False) -> str:
-    """Returns what takes longest in the language model; the folder keeps JAX's profiles."""
+    """Returns what takes longest in the language model; the folder keeps JAX's profiles.
+
+    On a CPU, the reader of profiles of JAX 0.12 aborts.
+    """
     rows: list[tuple[str, ...]] = []
     # XLA makes graphs of kernels, in which these have no names.
     options = {} if small else {"xla_gpu_enable_command_buffer": ""}
@@ -198,7 +201,8 @@ def profile(folder: Path, small: bool = False) -> str:
 def milliseconds(file: Path) -> dict[str, float]:
     """Returns the time of each instruction in a profile."""
     spent = collections.defaultdict[str, float](float)
-    planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    data = jax.profiler.ProfileData.from_file(str(file))  # the planes do not keep it
+    planes = list(data.planes)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in gpus or planes:
         for event in (event for line in plane.lines for event in line.events):

@@ -84,6 +84,7 @@ def test_a_missing_gpu_is_one_line(capsys):
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="its reader of profiles aborts on CPUs")
 def test_a_profile_names_what_the_embeddings_gradient_takes(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_clock, "PROFILED", [gpu_clock.SUMS_WIDE])
     monkeypatch.setattr(gpu_clock, "LONGEST", 99)
