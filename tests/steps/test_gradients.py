@@ -185,7 +185,7 @@ def test_models_with_leaves_of_every_kind(rng):
         square = (model.extras["complex"] * model.extras["complex"].conj()).real
         return (h + noise).sum().astype(F32) + square.sum()
 
-    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES["Dynamic"](), policy="c=f16")
+    grad_fn = jmpx.value_and_grad(loss_fn, LOSS_SCALES["Dynamic"](), policy=HALF)
     value, _, finite, grads = grad_fn(model, rng.normal(size=3).astype(np.float32))
     assert value.dtype == F32 and bool(finite) and isinstance(grads, Model)
     assert all(grads.extras[name] is None for name in others)

@@ -213,7 +213,7 @@ def test_an_infinity_is_found_as_in_a_cond(rng):
 
     def train(params, state, x, **skip):
         loss_fn = lambda p, x: jnp.mean(jnp.square(x @ p["w"] + p["b"]))  # noqa: E731
-        grad_fn = jmpx.value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**4))
+        grad_fn = jmpx.value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**4), policy="c=f16")
         _, _, finite, grads = grad_fn(params, x)
         return step(params, state, grads, finite, **skip)
 
