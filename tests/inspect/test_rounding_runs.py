@@ -62,7 +62,7 @@ def batches_of(rng, arrays):
     return [(params, *(normal(rng, 48, 32) for _ in range(arrays))) for _ in range(8)]
 
 
-HALF = "by=operations,c=f16,o=f16"
+HALF = "c=f16"
 
 
 @pytest.mark.thorough
