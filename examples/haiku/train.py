@@ -10,7 +10,8 @@ All three cast operations. The second has a rule for the last layer, the third s
 
 Parameters that are stored in 16 bits lose small updates, unless they are rounded otherwise:
 
-    python examples/haiku/train.py --mp_policy=bf16-true --params_rounding=stochastic
+    python examples/haiku/train.py --mp_policy=by=arguments,bf16-true \
+        --params_rounding=stochastic
 
 Where nobody may edit the command, the environment sets the same: JMPX_POLICY, JMPX_LOSS_SCALE.
 `--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose

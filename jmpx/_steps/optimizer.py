@@ -202,8 +202,7 @@ def optimizer_update(
 
     Returns:
         The new `(model, optimizer_state)`, or `(model, optimizer)` for an `nnx.Optimizer`. The
-            model's leaves keep their dtypes; those of the state
-        have the dtypes that optax gives them.
+        model's leaves keep their dtypes; those of the state have the dtypes that optax gives them.
 
     Raises:
         TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, one

@@ -32,8 +32,8 @@ def test_stochastic_rounding_trains_16_bit_parameters_where_plain_rounding_stall
     accuracy = {}
     for name, arguments in {
         "float32": ["--mp_policy=float32"],
-        "nearest": ["--mp_policy=bf16-true"],
-        "stochastic": ["--mp_policy=bf16-true", "--params_rounding=stochastic"],
+        "nearest": ["--mp_policy=by=arguments,bf16-true"],
+        "stochastic": ["--mp_policy=by=arguments,bf16-true", "--params_rounding=stochastic"],
     }.items():
         result = run(*arguments, "--learning_rate=1e-4", xla_flags=LESS_OPTIMIZED)
         assert result.returncode == 0, result.stderr
@@ -60,7 +60,7 @@ def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
 def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     result = run(
         *("--mp_bn_policy=c=bf16", "--mp_loss_scale=static=2**10", "--epochs=1"),
-        JMPX_POLICY="c=f16,o=f32; */linear: c=f32,m=highest",
+        JMPX_POLICY="by=modules,c=f16,o=f32; */linear: c=f32,m=highest",
         JMPX_LOSS_SCALE="dynamic",  # the command line goes before it
     )
     assert result.returncode == 0, result.stderr
@@ -69,9 +69,9 @@ def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
 
 
 WAYS = {
-    "arguments": "c=bf16,o=f32",
-    "modules": "c=bf16,o=f32; */linear: c=f32,m=highest",
-    "operations": "by=operations,c=bf16,save=products",
+    "arguments": "by=arguments,c=bf16,o=f32",
+    "modules": "by=modules,c=bf16,o=f32; */linear: c=f32,m=highest",
+    "operations": "c=bf16,save=products",
 }
 
 

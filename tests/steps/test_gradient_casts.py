@@ -130,7 +130,11 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
         return jmpx.grad(of_x, SCALE, policy=inner_policy)(x)[2].astype(F32).sum()
 
     for outer_policy, inner_policy, warns in [
-        (HALF, "by=arguments,full", True),  # what the outer one rounded, the inner one does not restore
+        (
+            HALF,
+            "by=arguments,full",
+            True,
+        ),  # what the outer one rounded, the inner one does not restore
         (HALF, HALF, True),
         ("full", HALF, True),
         ("full", "full", False),
