@@ -187,7 +187,7 @@ def test_an_inner_autocast_is_not_in_the_rules_around_it():
 
 
 def test_a_rule_sets_a_field_of_float64():
-    with jax.enable_x64(True):
+    with enable_x64():
         apply, model = linen(nn.Dense(4, dtype="float64"))
         for rule, dtype in {"full": "float32", "c=f16": "float16"}.items():
             for way in ("modules", "operations"):
