@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import enable_x64
 from helpers.jaxprs import dots
 
 import jmpx
