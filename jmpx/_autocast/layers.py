@@ -1,7 +1,9 @@
 """The layers of a jaxpr: runs of equations that follow each other again and again.
 
 A model whose layers are written out is traced as one long list of equations. What is alike in it is
-evaluated once, and derived once, as a jitted function that each of the layers calls.
+evaluated once, and derived once, as a jitted function that each of the layers calls; XLA inlines
+the calls. An equation with an effect, or a function with a derivative rule outside of `jax.jit`,
+ends a part of a layer. Operations that run eagerly have no layers.
 """
 
 import collections

@@ -40,7 +40,7 @@ def test_a_room_explains_itself(room):
     purpose, _, way = docstring.partition("\n\n")
     assert purpose.endswith(".") and len(purpose.splitlines()) == 1
     readme = ROOT / "jmpx" / room / "README.md"
-    assert 8 <= len((readme.read_text() if readme.exists() else way).splitlines()) <= 130
+    assert 8 <= len((readme.read_text() if readme.exists() else way).splitlines()) <= 120
     floors = [layer.split(" | ") for layer in LAYERS["contracts"][0]["layers"]]
     assert sum(room in rooms for rooms in floors) == 1
 
