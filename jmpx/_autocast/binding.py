@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE
-from jmpx._autocast.products import with_algorithms, without_algorithm
+from jmpx._autocast.products import with_algorithms
 from jmpx._autocast.rules import Cast, Operation, is_float32, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant
 from jmpx._jaxprs import core
@@ -44,8 +44,10 @@ def bind(
     No result gets wider than it was traced.
     """
     equation, name, values = operation.equation, operation.name, operation.values
-    run = core.bind if operation.is_single else bind_arrays
-    results = run(equation, arrays, **params)
+    if operation.is_single:
+        results = core.bind(equation, arrays, cached=False, **params)
+    else:
+        results = bind_arrays(equation, arrays, **params)
     outputs = [Value(result, is_weak, operation.is_tangent) for result in results]
     if name in COPIES:
         outputs[0].onto_bound, outputs[0].held_by = values[0].onto_bound, values[0].held_by
@@ -95,10 +97,8 @@ def run_overridden(operation: Operation, dtype: np.dtype) -> list[Value]:
         return rounded(run_as_traced(operation, is_weak=False), operation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
-    regions = operation.interpreter.regions
-    is_wide = dtype == FLOAT32
-    algorithm = with_algorithms(operation) if is_wide else without_algorithm(equation, regions)
-    params = result_dtype(equation, dtype) | fill_value(equation, dtype) | algorithm
+    params = result_dtype(equation, dtype) | fill_value(equation, dtype)
+    params |= with_algorithms(operation, dtype)
     return run_in(dtype, operation, False, cast, **params)
 
 

@@ -18,7 +18,7 @@ from jmpx._autocast.binding import (
     run_moved,
     run_recomputed,
 )
-from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
+from jmpx._autocast.products import is_precise, low_dtype, with_algorithms
 from jmpx._autocast.reads import narrow_dtype
 from jmpx._autocast.rules import Cast, Operation, register
 from jmpx._autocast.value import FLOAT32, Value
@@ -31,8 +31,7 @@ def low(operation: Operation) -> list[Value]:
     dtype = low_dtype(operation.equation, operation.region.dtype)
     if dtype == FLOAT32:
         return full(operation)
-    algorithm = without_algorithm(operation.equation, operation.interpreter.regions)
-    params = result_dtype(operation.equation, dtype) | algorithm
+    params = result_dtype(operation.equation, dtype) | with_algorithms(operation, dtype)
     return run_in(dtype, operation, is_weak=False, **params)
 
 

@@ -43,15 +43,17 @@ def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
     """Returns the parameters of an operation that change by the algorithms of its products.
 
     These are the operation itself, or those in a jaxpr that it holds and nothing evaluates, such as
-    the matrix of a linear solver or a kernel. Operands that were float32 when traced have `dtype`.
+    the matrix of a linear solver or a kernel. In another `dtype` than float32 there is none.
     """
     regions = operation.interpreter.regions
     if not regions.give_algorithms:
         return {}
-    return _params(operation.equation, operation.scope, regions, dtype)
+    if dtype != FLOAT32:
+        return _without_algorithm(operation.equation, regions)
+    return _params(operation.equation, operation.scope, regions)
 
 
-def without_algorithm(equation: Equation, regions: Regions) -> Params:
+def _without_algorithm(equation: Equation, regions: Regions) -> Params:
     """Returns parameters that keep a dot algorithm around the call from a product in 16 bits."""
     # If the product had no precision, JAX would take the algorithm for the transposed products.
     is_product = operation_name(equation.primitive.name) in PRODUCTS
@@ -60,15 +62,15 @@ def without_algorithm(equation: Equation, regions: Regions) -> Params:
     return {"precision": (lax.Precision.DEFAULT,) * 2} if is_set else {}
 
 
-def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32) -> Params:
+def _params(equation: Equation, scope: str, regions: Regions) -> Params:
     if operation_name(equation.primitive.name) in PRODUCTS:
-        return _precision(equation, scope, regions, dtype)
+        return _precision(equation, scope, regions)
     old = equation.params
     new = with_jaxprs(old, lambda jaxpr: _rewrite(jaxpr, scope, regions))
     return {key: value for key, value in new.items() if value is not old[key]}
 
 
-def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype) -> Params:
+def _precision(equation: Equation, scope: str, regions: Regions) -> Params:
     name, params = operation_name(equation.primitive.name), equation.params
     region = regions.region(scope)
     algorithm = regions.algorithm(name, region)
@@ -81,12 +83,12 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
         place = place_of(equation) or "a library"
         raise rule.convolution_error(f"conv_general_dilated at {place}")
     dtypes = {atom.aval.dtype for atom in equation.invars}
-    dtypes = {d if d != FLOAT32 else dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
+    dtypes = {d for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
     is_word = not is_algorithm(algorithm.name)
     # The derivative of a product of 16 bits that is summed in float32 has a factor in float32.
     takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
     if not takes_part and dtypes != {FLOAT32}:
-        return without_algorithm(equation, regions) if dtypes else {}
+        return _without_algorithm(equation, regions) if dtypes else {}
     regions.note(algorithm)
     if params["precision"] is not None:  # what the user wrote takes precedence
         return {}
