@@ -31,12 +31,11 @@ from jmpx._base.stateful import (
 )
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, imported_adapters
-from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
-from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
+from jmpx._scales.mixed_precision import MixedPrecisionLike, policy_map_of
 
 F = TypeVar("F", bound=Callable[..., PyTree])
 State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
@@ -149,9 +148,7 @@ class Application(NamedTuple):
                 f'{name} needs a policy: write policy="c=bf16", policy="c=f16", which needs a '
                 'jmpx.DynamicLossScale, or policy="full" for float32.'
             )
-        if isinstance(policy, MixedPrecision):
-            policy = policy.policy_map
-        policy_map = get_policy_map(policy)
+        policy_map = policy_map_of(policy)
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
             end = f", as {name} casts arguments alone by it: leave by out, or write by=modules."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))

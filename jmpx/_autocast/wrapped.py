@@ -171,19 +171,16 @@ def evaluated(
 def _followed(policy_map: PolicyMap) -> PolicyMap:
     """Returns a policy map with the rules that a context adds."""
     policy_map = in_force(policy_map, "jmpx.autocast")
+    check_computes(policy_map.default.compute_dtype)
     for rule in policy_map.rules:
-        if (
-            rule.compute is not None
-            and np.dtype(rule.compute).itemsize > 4
-            and not rule.is_operation
-        ):
+        if rule.compute is None:
+            continue
+        if np.dtype(rule.compute).itemsize > 4 and not rule.is_operation:
             raise ValueError(
                 f"Cannot follow rule {str(rule)!r} by operations, which widen none: write "
                 "by=modules, or cast the operands in the function."
             )
-    for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
-        if dtype is not None:
-            check_computes(dtype)
+        check_computes(rule.compute)
     return policy_map
 
 

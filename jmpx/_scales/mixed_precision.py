@@ -96,6 +96,11 @@ def _with_numpy_arrays(loss_scale: LossScale) -> LossScale:
 MixedPrecisionLike: TypeAlias = PolicyMapLike | MixedPrecision
 
 
+def policy_map_of(policy: MixedPrecisionLike) -> PolicyMap:
+    """Returns the policy map of what takes a policy, a policy map or a mixed precision."""
+    return policy.policy_map if isinstance(policy, MixedPrecision) else get_policy_map(policy)
+
+
 def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     """Parses a policy map and a loss scale, `"c=bf16,o=f32; LayerNorm: full | dynamic"`.
 

@@ -13,12 +13,11 @@ from jmpx._adapters.function_casts import force_full_precision as _force_full_pr
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree
-from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.arguments import LARGEST_FLOAT16
 from jmpx._scales.dynamic import DynamicLossScale, register_pytree
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
+from jmpx._scales.mixed_precision import MixedPrecisionLike, policy_map_of
 from jmpx._steps.gradient import P, ScalingT, ValueT, gradients_of, value_and_gradients_of
 from jmpx._steps.options import MpxOptions, Options, with_options_spelled
 from jmpx._steps.results import ValueAndGradients
@@ -243,8 +242,7 @@ def _in_half(
 
 def _by_arguments(policy: MixedPrecisionLike) -> PolicyMap:
     """Returns the policy map of MPX's functions, which casts arguments unless it says more."""
-    given = policy.policy_map if isinstance(policy, MixedPrecision) else policy
-    policy_map = get_policy_map(given)
+    policy_map = policy_map_of(policy)
     if policy_map.by is None and not policy_map.rules:
         return dataclasses.replace(policy_map, by="arguments")
     return policy_map

@@ -1,5 +1,6 @@
 """A step of an `nnx.Optimizer`, which holds its own state: it and the model change in place."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,31 +23,25 @@ def updated_in_place(
     model: Object, optimizer: Object, grads: PyTree, grads_finite: Flag, step: Step
 ) -> None:
     """Takes a step of an `nnx.Optimizer` by its optax optimizer, and counts one that is taken."""
-    from jmpx._adapters.nnx.objects import set_value  # here, because it imports Flax
+    from jmpx._adapters.nnx.objects import array_in, set_value  # here, because it imports Flax
 
     if not is_object(model):
         raise TypeError(
             f"Expected the nnx.Module that an nnx.Optimizer updates as the model, got "
             f"{describe(model)}: pass the module itself, or optimizer.tx and a state of its own."
         )
+    arrays_in = functools.partial(
+        jax.tree.map, lambda x: array_in(x) if is_object(x) else x, is_leaf=is_object
+    )
     graph = getattr(optimizer, "graph", None)  # Flax 0.12.0 has no such mode
     mode = {} if graph is None else {"graph": graph}
     params = nnx().state(model, optimizer.wrt, **mode)
-    own_grads = _arrays_in(nnx().state(grads, optimizer.wrt, **mode))
+    own_grads = arrays_in(nnx().state(grads, optimizer.wrt, **mode))
     state = optimizer.opt_state
-    stepped, new_state = step(_arrays_in(params), optimizer.tx, _arrays_in(state), own_grads)
+    stepped, new_state = step(arrays_in(params), optimizer.tx, arrays_in(state), own_grads)
     nnx().update(model, jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(stepped)))
     variables, treedef = jax.tree.flatten(state, is_leaf=is_object)
     for variable, new in zip(variables, treedef.flatten_up_to(new_state), strict=True):
         set_value(variable, new)
-    count = _array_in(optimizer.step)
+    count = array_in(optimizer.step)
     set_value(optimizer.step, count + as_flag(grads_finite, "grads_finite").astype(count.dtype))
-
-
-def _array_in(variable: PyTree) -> PyTree:
-    return jax.tree.leaves(variable)[0] if is_object(variable) else variable
-
-
-def _arrays_in(tree: PyTree) -> PyTree:
-    """Returns a pytree with its arrays in place of the variables that hold them."""
-    return jax.tree.map(_array_in, tree, is_leaf=is_object)

@@ -116,11 +116,10 @@ class Options:
 
     def applied(self) -> Application:
         """Returns what runs `func` in one call."""
-        application = self.applying
         if not self.is_mixed:
-            return application._replace(policy_map=None)
-        _warn_of_no_scale(application.policy_map, self.scaling)
-        return application
+            return self.applying._replace(policy_map=None)
+        _warn_of_no_scale(self.applying.policy_map, self.scaling)
+        return self.applying
 
     def check_overwritten(self, model: PyTree) -> None:
         """Refuses state that Flax's float8 layers hand out as gradients where it would change."""
