@@ -240,11 +240,11 @@ def test_complex_gradients_keep_their_dtype(rng):
 def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     stored = ["float32", "bfloat16", "float16", "float64"]
     loss = lambda ws, x: sum((w * x.astype(w.dtype)).sum().astype(jnp.float32) for w in ws)  # noqa: E731
-    options = {"policy": with_reduce(reduce, "by=arguments,c=f32"), "over": AXIS}
+    policy = with_reduce(reduce, "by=arguments,c=f32")
     with enable_x64():
         params = [jnp.asarray(normal(rng, 3), dtype) for dtype in stored]
         batch = normal(rng, DEVICES, 3)
-        step = over_batch(jmpx.grad(loss, NOOP, **options), "pmap")
+        step = over_batch(jmpx.grad(loss, NOOP, policy=policy, over=AXIS), "pmap")
         text, grads = step.lower(params, batch).as_text(), step(params, batch).grads
     assert [grad.dtype.name for grad in grads] == stored
     assert set(all_reduces(text)) == ({"f16"} if reduce else {"f32", "f64"})
