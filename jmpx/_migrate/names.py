@@ -238,10 +238,15 @@ class Uses(Names):
         self._given(node)
         if node.value not in ("jmp", "jmpx"):
             return
-        plain = self.is_use(node) and self.imported(node) == node.value
+        parent = self.get_metadata(ParentNodeProvider, node)
+        # What a `case` binds is no assignment to libcst.
+        is_case = isinstance(parent, cst.MatchAs | cst.MatchStar | cst.MatchMapping)
+        plain = not is_case and self.is_use(node) and self.imported(node) == node.value
         if node.value == "jmpx":
             self._taken |= not plain
-        elif not plain and not isinstance(self.get_metadata(ParentNodeProvider, node), cst.Param):
+        elif is_case:
+            self._odd = True
+        elif not plain and not isinstance(parent, cst.Param):
             bound = [each.scope for each in self.bindings(node, "jmp")]
             self._odd |= not bound or any(isinstance(each, GlobalScope) for each in bound)
 

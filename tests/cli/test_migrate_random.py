@@ -10,7 +10,7 @@ import types
 import typing
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 pytest.importorskip("libcst", reason="libcst is in the migrate extra")
 
@@ -299,6 +299,7 @@ ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 EXAMPLES = 300 if settings.get_current_profile_name() == "new_draws" else 30
 
 
+@example("import mpx, jmp\nmatch [6]:\n    case [jmp]: print(jmp)\nprint(jmp.Policy)\n", "\n")
 @given(programs(), ENDS)
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_a_program_behaves_as_before_or_carries_a_comment(text, end):
