@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         set_policy as set_policy,
     )
     from jmpx._policies.strings import get_policy as get_policy
+    from jmpx._remat.remat import remat as remat
     from jmpx._scales.kinds import (
         DynamicLossScale as DynamicLossScale,
         LossScale as LossScale,
@@ -94,6 +95,7 @@ else:
             "_policies.map_strings": "get_policy_map",
             "_policies.maps": "PolicyMap",
             "_policies.strings": "get_policy",
+            "_remat.remat": "remat",
             "_policies.registry": "clear_policy current_policy policy_of push_policy set_policy",
             "_jaxprs.scopes": "full_precision",
             "_devices.shards": "Over",

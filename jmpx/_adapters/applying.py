@@ -1,6 +1,7 @@
 """`apply_policy`: runs a function under a policy, in the way that the policy map says."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -35,6 +36,8 @@ from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
+from jmpx._remat.remat import saved
+from jmpx._remat.saving import get_saving
 from jmpx._scales.mixed_precision import MixedPrecisionLike, policy_map_of
 
 F = TypeVar("F", bound=Callable[..., PyTree])
@@ -199,7 +202,11 @@ class Application(NamedTuple):
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`
 
                 stack.enter_context(island(self.policy_map, (args, kwargs, pure.objects)))
-            return ways[self.policy_map.way](self.policy_map, pure, state, args, kwargs)
+            run = functools.partial(ways[self.policy_map.way], self.policy_map, pure)
+            saving = get_saving(self.policy_map.save)
+            if saving is not None and self.policy_map.way != "operations":  # which trace anyway
+                run = saved(run, saving)
+            return run(state, args, kwargs)
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
@@ -240,7 +247,7 @@ class Application(NamedTuple):
         with contextlib.ExitStack() as stack:
             casts = stack.enter_context(casts_watched(code_of(self.func), policy_map))
             stack.enter_context(pooled(policy_map, self.name))
-            followed = policy_map.applied_by("modules", self.name)
+            followed = dataclasses.replace(policy_map, save=None).applied_by("modules", self.name)
             for adapter in adapters:
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))
@@ -272,11 +279,10 @@ class Application(NamedTuple):
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
     ) -> Result:
         """Runs a function under autocast."""
-        from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
-        from jmpx._autocast.wrapped import evaluated
+        from jmpx._autocast.wrapped import evaluated  # here, as the other ways need no autocast
 
         self.uncast.check(args, kwargs)
-        policy, saving = policy_map.default, get_saving(policy_map.save)
+        policy, saving = policy_map.default, get_saving(policy_map.save, is_cast_later=True)
         compute = np.dtype(policy.compute_dtype)
         first = [leaf for leaf in jax.tree.leaves((state, args[:1])) if is_floating(leaf)]
         narrow = [leaf for leaf in first if 2 <= leaf.dtype.itemsize < compute.itemsize]

@@ -14,7 +14,7 @@ from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import CALLS
+from jmpx._jaxprs.inner import CALLS, CHECKPOINT
 from jmpx._policies.modules import marked_calls
 
 # Parameters of a jitted function that hold something for each of its operands.
@@ -31,6 +31,9 @@ def function_call(operation: Operation) -> list[Value]:
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # The equations run one by one, so that JAX finds the one that makes a NaN.
         return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
+    if operation.equation.primitive.name == CHECKPOINT:
+        jaxpr, scope = operation.interpreter.alike(jaxpr, scope)
+    operation = operation._replace(scope=scope)
     retraced = operation.retrace(jaxpr, values, has_rounded=True)
     inner, arrays = retraced.jaxpr, [value.array for value in values]
     if not isinstance(inner, type(jaxpr)):

@@ -9,8 +9,8 @@ whose loss is computed outside. A product of two arrays ends the path: a gate st
 import functools
 from collections.abc import Collection
 
-from jmpx._autocast.backward import Flags, Step
 from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import Flags, Step
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 

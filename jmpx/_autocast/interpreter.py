@@ -8,27 +8,25 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
-from jmpx._autocast.cuts import Role
-from jmpx._autocast.layers import repeated, token
+from jmpx._autocast.layers import find_layers, repeated, token
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
-from jmpx._autocast.pieces import Piece, find_layers, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
-from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpoint, shared
+from jmpx._autocast.shared import OnValues, key_of, of_place, shared
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import holds, once_per_jaxpr
+from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking, policy_mark, split_policy
-from jmpx._jaxprs.places import note_source, place_of
+from jmpx._jaxprs.pieces import Piece, scopes_around
+from jmpx._jaxprs.places import note_source
 from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._jaxprs.structure import kind
 from jmpx._policies.maps import PolicyMap
 
 
@@ -38,7 +36,6 @@ class _Frame(NamedTuple):
     scope: str
     neighbours: Neighbours
     env: dict[Atom, Value]
-    named: Collection[Atom] = ()  # results that a checkpoint saves by their name
     depth: int = 0  # how many of the scopes of each equation are around its operations already
     has_norms: bool = False  # whether there may be statistics or pending values; see `pending.py`
     repeated: Collection[Hashable] | None = None  # see `layers.repeated`; None: all may repeat
@@ -53,25 +50,15 @@ class _Frame(NamedTuple):
 class Interpreter:
     """Evaluates jaxprs under a policy map; `used` tells what it has met. See also `Regions`."""
 
-    def __init__(
-        self, policy_map: PolicyMap, surrounding: str | None = None, saving: Saving | None = None
-    ) -> None:
-        self.saving = saving
+    def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.regions = Regions(policy_map, surrounding)
         self.used = self.regions.used
-        self._checkpoints: dict[Hashable, OnValues] = {}  # by the keys of pieces
+        self._shared: dict[Hashable, OnValues] = {}  # by the keys of pieces
+        self._alike: dict[Hashable, tuple[Jaxpr, str]] = {}  # by the keys of jaxprs and scopes
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
-        return Interpreter(self.regions.policy_map, self.regions.surrounding, self.saving)
-
-    def _that_saves(self, saving: Saving | None) -> "Interpreter":
-        """Returns an interpreter that notes what it meets here, and saves something else."""
-        interpreter = copy.copy(self)
-        interpreter.saving = saving
-        if saving in (None, IN_PIECE):  # a piece has none inside, and must not keep itself alive
-            interpreter._checkpoints = {}
-        return interpreter
+        return Interpreter(self.regions.policy_map, self.regions.surrounding)
 
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
@@ -86,22 +73,16 @@ class Interpreter:
         is_norm = any(value.pending or value.statistic for value in values) or has_norms(jaxpr)
         is_plain, is_traced = core.looks_for_nans([v.array for v in values]), core.is_traced()
         often = repeated(jaxpr) if is_traced else None
-        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, (), 0, is_norm, often)
-        pieces = [] if is_plain else self._pieces(jaxpr, is_traced)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, 0, is_norm, often)
+        # Eager operations would run in other programs, fused.
+        pieces = find_layers(jaxpr) if is_traced and not is_plain else []
         if not pieces:
-            one_by_one = self._that_saves(None) if is_plain else self
-            one_by_one._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
-        for piece in pieces:
-            self._run_piece(frame, piece)
+            self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
+        for repeats, piece in pieces:
+            (self._run_shared if repeats else self._run_piece)(frame, piece)
             for var in piece.last:
                 env.pop(var, None)
         return [frame.read(atom) for atom in jaxpr.outvars]
-
-    def _pieces(self, jaxpr: Jaxpr, is_traced: bool) -> list[Piece]:
-        """Returns the pieces that a jaxpr runs in, if it does not run one by one."""
-        if self.saving is None:  # eager operations would run in other programs, fused
-            return find_layers(jaxpr) if is_traced else []
-        return [] if self.saving == IN_PIECE else find_pieces(jaxpr, self.saving)
 
     def _run(
         self,
@@ -122,8 +103,6 @@ class Interpreter:
                 pending.note(operation, results)
             for result in results:
                 result.data |= result.is_weak and any(v.data for v in operation.values)
-            if equation.outvars and equation.outvars[0] in frame.named:
-                results[0].array = checkpoint_name(results[0].array, SAVED)
             frame.env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del frame.env[var]
@@ -145,20 +124,14 @@ class Interpreter:
         return pending.read(operation) if frame.has_norms else operation
 
     def _run_piece(self, frame: _Frame, piece: Piece) -> None:
-        """Runs a piece; if products in it are saved or it repeats, as a function of its own."""
-        if piece.role in (Role.PRODUCT, Role.ALIKE):
-            self._run_shared(frame, piece)
-            return
-        if piece.role is Role.LEFT:
-            self.used.left.add(place_of(piece.equations[0]))
-        inside = piece.inside if piece.role is Role.INSIDE else None
-        self._that_saves(inside)._run(frame, piece.equations)
+        self._run(frame, piece.equations)
 
     def _run_shared(self, frame: _Frame, piece: Piece) -> None:
-        """Runs a piece as a function, as that of one that is alike if there is."""
+        """Runs a piece as a jitted function, as that of one that is alike if there is."""
         around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
-        inside = self._that_saves(None if self.saving is None else IN_PIECE)
-        bare = frame._replace(env={}, named=piece.named, depth=len(around))
+        inside = copy.copy(self)
+        inside._shared, inside._alike = {}, {}  # a piece must not keep itself alive
+        bare = frame._replace(env={}, depth=len(around))
 
         def run(values: Sequence[Value]) -> list[Value]:
             inner = dict(zip(piece.inputs, values, strict=True))
@@ -168,15 +141,19 @@ class Interpreter:
         last = set(piece.last)
         is_read = tuple(var not in last for var in piece.inputs)
         place = frame.scope, len(around), frame.neighbours, self.regions
-        for value in values if self.saving else ():
-            if value.pending:  # if nothing in the piece reads it in float32, that is not saved
-                value.to(value.pending)
-        key = self.saving, is_read, key_of(piece, values, *place)
-        call = shared(run, values, is_read, checkpoint(self.saving) if self.saving else jax.jit)
+        key, call = (is_read, key_of(piece, values, *place)), shared(run, values, is_read)
         with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
-            call = self._checkpoints.setdefault(key, call)
+            call = self._shared.setdefault(key, call)
         with core.within_scopes(around):
             frame.env.update(zip(piece.outputs, call(values), strict=True))
+
+    def alike(self, jaxpr: Jaxpr, scope: str) -> tuple[Jaxpr, str]:
+        """Returns the first jaxpr and scope that were given here and that do the same.
+
+        Of checkpoints around layers that were written out, each has a jaxpr of its own.
+        """
+        said = tuple(tuple(of_place(eqn, scope, self.regions)) for eqn in jaxpr.eqns)
+        return self._alike.setdefault((kind(jaxpr), said), (jaxpr, scope))
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
         """Traces the evaluation of a jaxpr, once for the same operands, place and policy map.
@@ -184,7 +161,7 @@ class Interpreter:
         Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        around = self.regions.policy_map, self.regions.surrounding, self.saving
+        around = self.regions.policy_map, self.regions.surrounding
         retraced = _retraced(jaxpr, traits, place, is_marking(), *around)
         self.used.add(retraced.used)
         return retraced
@@ -240,12 +217,8 @@ def _run(operation: Operation, depth: int) -> list[Value]:
 def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
-    if entry is not None and entry.everywhere:
-        is_saved = (
-            operation.in_piece and region.is_fixed and holds(operation.equation, keeps_residuals)
-        )
-        if is_saved or not region.is_fixed:
-            return entry.rule(operation)
+    if entry is not None and entry.everywhere and not region.is_fixed:
+        return entry.rule(operation)
     if region.is_fixed:
         return run_as_traced(operation, is_weak=False)
     if operation.override is not None:

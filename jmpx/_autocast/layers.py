@@ -10,9 +10,10 @@ import collections
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
-from jmpx._autocast.backward import variables
+from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Equation, Jaxpr
 from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.pieces import Piece, split
 from jmpx._jaxprs.structure import structure_of
 
 _ALIKE = 8  # so many equations have to be alike before anything else is compared
@@ -23,6 +24,13 @@ _MANY = 8  # operations for which JAX had better cache a function, which takes a
 
 # A function with a derivative rule of its own is made anew in each trace, and no two are alike.
 _SINGLE = frozenset({"custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"})
+
+
+def find_layers(jaxpr: Jaxpr) -> list[tuple[bool, Piece]]:
+    """Returns the pieces of a jaxpr, in order, and which repeat; nothing if none does."""
+    groups = layers(jaxpr)
+    pieces = split(jaxpr, [indices for _, indices in groups])
+    return [(repeats, piece) for (repeats, _), piece in zip(groups, pieces, strict=True)]
 
 
 @once_per_jaxpr

@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmpx._autocast.backward import Flags, Step, find, multiplied, variables, within
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE, exposed
+from jmpx._jaxprs.backward import Flags, Step, find, multiplied, variables, within
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, operation_name
 from jmpx._jaxprs.inner import inner_of, once_per_jaxpr
 

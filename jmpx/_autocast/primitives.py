@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from jmpx._autocast.backward import is_outer
 from jmpx._autocast.binding import (
     bind,
     fill_value,
@@ -24,9 +23,9 @@ from jmpx._autocast.kinds import (
 )
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.reads import narrow_dtype
-from jmpx._autocast.residuals import keeps_residuals, run_keeping_residuals
 from jmpx._autocast.rules import Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Value
+from jmpx._jaxprs.backward import is_outer
 from jmpx._jaxprs.scopes import RESTORE
 
 
@@ -107,12 +106,7 @@ def access(operation: Operation) -> list[Value]:
 @register("custom_vjp_call", everywhere=True)
 def custom_vjp_call(operation: Operation) -> list[Value]:
     """Runs a function in float32, as its backward pass is for the dtypes that were traced."""
-    is_weak = not operation.region.is_fixed
-    if not (operation.in_piece and keeps_residuals(operation.equation)):
-        return run_as_traced(operation, is_weak)
-    arrays, params = operation.arrays(FLOAT32), with_algorithms(operation)
-    results = run_keeping_residuals(operation.equation, arrays, params)
-    return [Value(result, is_weak, operation.is_tangent) for result in results]
+    return run_as_traced(operation, is_weak=not operation.region.is_fixed)
 
 
 @register("convert_element_type", everywhere=True)

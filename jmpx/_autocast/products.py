@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._autocast.backward import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Operation
 from jmpx._autocast.value import FLOAT32
 from jmpx._base.matmul import is_algorithm
 from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import CONVOLUTION, PRODUCTS
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._jaxprs.places import place_of

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.backward import PRODUCTS, is_outer
 from jmpx._autocast.binding import SHAPES
 from jmpx._autocast.neighbours import Dtypes
 from jmpx._autocast.products import low_dtype
@@ -14,6 +13,7 @@ from jmpx._autocast.regions import Regions
 from jmpx._autocast.rules import Operation, is_float32
 from jmpx._autocast.value import FLOAT32, LOW
 from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import PRODUCTS, is_outer
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import CALLS, all_equations
 from jmpx._jaxprs.moves import EXCHANGES

@@ -10,7 +10,6 @@ from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import matmul_of
 from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.marks import class_policy_of, is_own_name, module_of, without_marks
-from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
@@ -30,7 +29,6 @@ class Used:
         self.scopes = set[str]()  # of equations, and the scopes around these
         self.operations = set[str]()  # names of primitives
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
-        self.left = set[Place | None]()  # by `save=`, None for all
         # Why products keep their dtypes which should run in 16 bits, "" for those that run so.
         self.kept = set[str]()
         self.wide = set[Equation]()  # whose products should have 16 bits, and cannot

@@ -11,7 +11,6 @@ import numpy as np
 
 from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
-from jmpx._autocast.saving import IN_PIECE, Saving
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, promoted
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
@@ -51,7 +50,6 @@ class Interpreter(Protocol):
     """What a rule may ask of `interpreter.Interpreter`, for the jaxprs that its equation holds."""
 
     regions: Regions
-    saving: Saving | None
 
     def fresh(self) -> "Interpreter": ...
 
@@ -60,6 +58,8 @@ class Interpreter(Protocol):
     ) -> list[Value]: ...
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced: ...
+
+    def alike(self, jaxpr: Jaxpr, scope: str) -> tuple[Jaxpr, str]: ...
 
 
 class Operation(NamedTuple):
@@ -116,11 +116,6 @@ class Operation(NamedTuple):
     def is_exposed(self) -> bool:
         """Whether the first result must not be rounded onto a bound."""
         return self.result in self.neighbours.exposed
-
-    @property
-    def in_piece(self) -> bool:
-        """Whether the operation runs under a checkpoint of `save="products"`."""
-        return self.interpreter.saving == IN_PIECE
 
     @property
     def ends(self) -> Ends:

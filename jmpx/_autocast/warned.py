@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.backward import PRODUCTS, is_outer
 from jmpx._autocast.products import is_precise, low_dtype
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import ENTRIES, Operation, is_float32, lookup
@@ -19,6 +18,7 @@ from jmpx._autocast.value import FLOAT32
 from jmpx._base.messages import did_you_mean
 from jmpx._base.text import share_text
 from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import PRODUCTS, is_outer
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.flops import flops_of
 from jmpx._jaxprs.marks import Module, module_of, without_marks
@@ -39,7 +39,6 @@ def warnings_of(
     """
     yield from _unused_rules(policy_map, used, modules)
     yield from _wide_products(policy_map, used, jaxpr)
-    yield from _unused_saving(used)
 
 
 def note_products(operation: Operation) -> None:
@@ -160,18 +159,6 @@ def _is_without_dtype(rule: PolicyRule) -> bool:
     if not rule.is_operation or rule.compute is None or np.dtype(rule.compute).itemsize > 2:
         return False
     return name not in ("scan", "while") and name in ENTRIES and ENTRIES[name].everywhere
-
-
-def _unused_saving(used: Used) -> Iterator[str]:
-    """Yields what to say where `save=` left something as it was."""
-    if used.left:
-        places = ", ".join(sorted(str(place) for place in used.left if place is not None))
-        yield (
-            f"save='products' leaves a part of the function as it is{places and f' ({places})'}, "
-            "because it is under jax.checkpoint, has effects such as a callback, or takes a "
-            "gradient itself: leave the checkpoint out, move the effects out of it, or run what is "
-            "differentiated under autocast, as in jax.grad(jmpx.autocast(f))."
-        )
 
 
 def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:

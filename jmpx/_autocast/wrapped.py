@@ -14,7 +14,6 @@ import numpy as np
 from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
-from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
@@ -37,7 +36,6 @@ from jmpx._base.stateful import (
 )
 from jmpx._jaxprs import core
 from jmpx._jaxprs.gathers import summed_in_float32
-from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
@@ -45,6 +43,8 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
 from jmpx._policies.registry import any_class_has_a_policy
+from jmpx._remat.remat import keeping_less, messages_of
+from jmpx._remat.saving import Saving, get_saving
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
@@ -128,7 +128,7 @@ def evaluated(
     if is_loss and save is None and _casts_nothing(policy_map):
         return pure(state, *args, **kwargs)  # also what a trace would refuse, such as `if x > 0`
     note_cast(by)
-    interpreter = Interpreter(policy_map, region_setting(), save)
+    interpreter = Interpreter(policy_map, region_setting())
     seen = set[Module]()
     pure.invoke = marking_calls(policy_map, seen)
     # The trace shows which precisions the user's own code sets: a setting of jmpx around the call
@@ -151,15 +151,17 @@ def evaluated(
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     follows_paths = is_loss or has_norms(traced.jaxpr)
     ends = Ends(is_exposed, multiplied=() if follows_paths else None, has_data=is_loss)
-    if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
-        interpreter.used.left.add(None)
-        interpreter.saving = None
-    if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
-        interpreter.saving = None  # nothing differentiates an eager call
+    jaxpr, left = traced.jaxpr, frozenset()
+    # Nothing differentiates an eager call.
+    if save is not None and any(
+        isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *jaxpr.consts)
+    ):
+        jaxpr, left = keeping_less(jaxpr, save)
     # What runs in 16 bits now, and was traced in float32, has a derivative of its own.
     with tracing_explained(by, name), summed_in_float32(False):
-        results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, seen, traced.jaxpr):
+        results = interpreter.evaluate(jaxpr, values, "", ends)
+    messages = warnings_of(policy_map, interpreter.used, seen, jaxpr)
+    for message in (*messages, *messages_of(left)):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -325,7 +327,7 @@ def autocast(
         )
     check_runs_at_once(fn)
     policy_map = get_policy_map(policy)
-    saving = get_saving(policy_map.save if save is None else save)
+    saving = get_saving(policy_map.save if save is None else save, is_cast_later=True)
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)

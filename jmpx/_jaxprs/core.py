@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -28,6 +28,8 @@ from jmpx._jaxprs.types import (
     Scopes as Scopes,
     is_jaxpr,
 )
+
+V = TypeVar("V")
 
 
 class Traced(NamedTuple):
@@ -224,6 +226,16 @@ def stack_of(eqn: Equation) -> Scopes:
     return unmarked_stack(eqn.source_info.name_stack).stack
 
 
+def marked_stack_of(eqn: Equation) -> Scopes:
+    """Returns `stack_of` an equation, with marks."""
+    return eqn.source_info.name_stack.stack
+
+
+def with_stack(eqn: Equation, scopes: Scopes) -> Equation:
+    """Returns an equation in other scopes."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=info.NameStack(scopes)))
+
+
 @contextlib.contextmanager
 def within_scopes(scopes: Scopes) -> Iterator[None]:
     """Lets operations run in more scopes, as `stack_of` returns them."""
@@ -312,6 +324,22 @@ def scan_counts_of(params: Params) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def in_shard_map(eqn: Equation, run: Callable[[], V]) -> V:
+    """Runs a function where the axes are known that a shard_map makes manual."""
+    results: list[V] = []
+
+    def body() -> tuple[()]:
+        results.append(run())
+        return ()
+
+    axes = manual_axes(eqn)
+    mapped = jax.shard_map(
+        body, mesh=eqn.params["mesh"], in_specs=(), out_specs=(), axis_names=axes, check_vma=False
+    )
+    jax.make_jaxpr(mapped)()
+    return results[0]
 
 
 def manual_axes(eqn: Equation) -> frozenset[str]:

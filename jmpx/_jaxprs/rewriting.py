@@ -8,11 +8,17 @@ from jmpx._jaxprs.types import Equation, Jaxpr, Params, is_jaxpr
 
 def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxpr:
     """Returns a jaxpr, closed or open, with changed equations; the same object if none changed."""
-    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
-    eqns = [change(eqn) for eqn in inner.eqns]
-    if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
-        return jaxpr
-    new = inner.replace(eqns=eqns)
+    eqns = [change(eqn) for eqn in jaxpr.eqns]
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else replaced(jaxpr, eqns=eqns)
+
+
+def replaced(jaxpr: Jaxpr, **fields: object) -> Jaxpr:
+    """Returns a jaxpr, closed or open, with other fields, such as `eqns`."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one, until JAX 0.11
+    if "invars" in fields:  # whose names are those of other operands
+        fields["debug_info"] = inner.debug_info._replace(arg_names=None, result_paths=None)
+    new = inner.replace(**fields)
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 

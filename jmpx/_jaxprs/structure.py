@@ -1,11 +1,12 @@
 """What a program does, as a key: programs that were traced apart share it if they do the same."""
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
-from jmpx._jaxprs.core import consts_of, is_literal
-from jmpx._jaxprs.inner import inner_of
+from jmpx._jaxprs.core import consts_of, inner_jaxprs, is_literal, stack_of
+from jmpx._jaxprs.inner import inner_of, once_per_jaxpr
 from jmpx._jaxprs.types import Atom, Equation, Jaxpr, is_jaxpr
 
 
@@ -30,6 +31,29 @@ def structure_of(
 ) -> Hashable:
     """Returns the key of equations that read and return these variables; rules differ in it."""
     return _Keys(derivatives=True).equations(equations, inputs, outputs)
+
+
+@once_per_jaxpr
+def kind(jaxpr: Jaxpr) -> Hashable:
+    """Returns a key of an open jaxpr: equal ones compute the same, at the same lines.
+
+    The constants and the derivatives of the functions in it are the same, too. Where a parameter
+    has no hash, no other key is equal.
+    """
+    places = tuple((stack_of(eqn), eqn.source_info.traceback) for eqn in jaxpr.eqns)
+    key = structure_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars), places, tuple(_constants(jaxpr))
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
+def _constants(jaxpr: Jaxpr) -> Iterator[int]:
+    """Yields what identifies the constants of a jaxpr, and of those that it holds."""
+    yield from map(id, consts_of(jaxpr))
+    for eqn in jaxpr.eqns:
+        yield from itertools.chain.from_iterable(map(_constants, inner_jaxprs(eqn.params)))
 
 
 class _Keys:

@@ -9,11 +9,12 @@ from jmpx._base.mappings import Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts
 from jmpx._policies.rules import Rule
+from jmpx._remat.saving import SAVES
 
 # What the default part of a policy map may say besides its policy, and the words for it.
 HOW: dict[str, tuple[str, ...]] = {
     "by": ("arguments", "modules", "operations"),
-    "save": ("products", "products+attention"),
+    "save": SAVES,
 }
 
 
@@ -45,14 +46,13 @@ class PolicyMap:
         rules: the rules. If several match a call, the last one of them applies.
         by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
             "modules" or "operations"; None means operations, see `way`.
-        save: "products" or "products+attention" saves memory where the map is applied by
-            operations, see `jmpx.autocast`.
+        save: "products" or "products+attention" saves memory in each way, see `jmpx.remat`.
         writes_output: whether the string or the mapping of the default has `o=`, or its output
             dtype is another than its compute dtype. By operations, only then are results widened.
 
     Raises:
-        ValueError: if `by` or `save` is unknown, or `save` stands beside another way than
-            operations; if a rule has `product`, and nothing in the map computes in 16 bits.
+        ValueError: if `by` or `save` is unknown; if a rule has `product`, and nothing in the map
+            computes in 16 bits.
 
     Example:
         >>> import jmpx
@@ -79,11 +79,6 @@ class PolicyMap:
         others = [rule.compute for rule in self.rules]
         for rule in self.rules:
             rule.spelled_out(self.default.compute_dtype, *others)  # refuses what nothing could mean
-        if self.save is not None and self.way != "operations":
-            raise ValueError(
-                f"Cannot apply save={self.save} of policy map {str(self)!r} by {self.way}: it says "
-                "what operations keep for the backward pass, so leave out by=, or leave out save=."
-            )
 
     @property
     def way(self) -> str:
@@ -106,11 +101,17 @@ class PolicyMap:
         Raises:
             ValueError: if the map is written for another way.
         """
-        if self.by not in (None, way) or (self.save is not None and way != "operations"):
+        if self.by not in (None, way):
             raise ValueError(
                 f"Cannot apply policy map {str(self)!r} by {name}, which is for by={way}: give the "
                 "map to jmpx.apply_policy, or as policy= to the gradient function, which do what "
                 "it says, or leave by out."
+            )
+        if self.save is not None and way != "operations":
+            raise ValueError(
+                f"Cannot apply save={self.save} of policy map {str(self)!r} by {name}, which has "
+                "no function whose backward pass it could change: leave save out, and wrap what is "
+                "differentiated by jmpx.remat, or give the map to jmpx.apply_policy."
             )
         return dataclasses.replace(self, by=None, save=None)
 

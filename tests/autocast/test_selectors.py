@@ -335,7 +335,7 @@ def scanned(f):
     return lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0]
 
 
-@pytest.mark.filterwarnings("ignore:save='products' leaves")  # what the test checkpoints
+@pytest.mark.filterwarnings("ignore:save= leaves")  # what the test checkpoints
 @pytest.mark.parametrize(
     "through, policy, save",
     [

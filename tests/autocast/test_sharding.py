@@ -173,7 +173,7 @@ def gradients(fn):
     return jax.jit(lambda *args: (fn(*args), jax.grad(loss, (0, 1))(*args), along(args)))
 
 
-@pytest.mark.filterwarnings("ignore:save='products' leaves .* under jax.checkpoint")
+@pytest.mark.filterwarnings("ignore:save= leaves .* under jax.checkpoint")
 @pytest.mark.parametrize("name", READERS)
 def test_what_16_bit_operations_alone_read_is_gathered_and_sliced_in_16_bits(rng, name):
     """Slices of a scan are cast once, before the loop."""

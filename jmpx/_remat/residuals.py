@@ -1,22 +1,23 @@
-"""Functions with a backward pass of their own, whose residuals `save="products"` keeps.
+"""Functions with a backward pass of their own, whose residuals `save=` keeps.
 
 A checkpoint runs the forward pass of a `jax.custom_vjp` again for the residuals that its backward
 pass reads. Of a flash attention these are the result and sums of the scores, small beside the work.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jmpx._autocast.backward import PRODUCTS
-from jmpx._autocast.rules import is_floating, lookup
-from jmpx._autocast.saving import SAVED
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Array, Equation, Params, operation_name
-from jmpx._jaxprs.inner import any_holds, inner_of
+from jmpx._jaxprs.backward import PRODUCTS
+from jmpx._jaxprs.core import Array, Atom, Equation, operation_name
+from jmpx._jaxprs.inner import any_holds
+from jmpx._jaxprs.moves import HIDING
+
+SAVED = "jmpx_saved"  # what gets that name from `checkpoint_name` is saved
+_KERNELS = (*HIDING, "dot_product_attention")  # the last is how names of cuDNN's attention begin
 
 
 def keeps_residuals(equation: Equation) -> bool:
@@ -29,24 +30,23 @@ def keeps_residuals(equation: Equation) -> bool:
 
 
 def _is_costly(equation: Equation) -> bool:
-    """Whether an equation is a product or a kernel.
-
-    A kernel is what autocast has no rule for: Pallas, a foreign function, cuDNN's attention.
-    """
-    is_kernel = inner_of(equation) is None and lookup(equation) is None
-    is_kernel &= any(map(is_floating, equation.outvars))
-    return is_kernel or operation_name(equation.primitive.name) in PRODUCTS
+    """Whether an equation is a product or a kernel: of Pallas, a foreign function, cuDNN's."""
+    name = operation_name(equation.primitive.name)
+    is_kernel = name.startswith(_KERNELS) and any(map(_is_floating, equation.outvars))
+    return is_kernel or name in PRODUCTS
 
 
-def run_keeping_residuals(
-    equation: Equation, arrays: Sequence[Array], params: Params
-) -> list[Array]:
-    """Runs a custom_vjp; a checkpoint around it saves its results and its residuals."""
+def _is_floating(atom: Atom) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.floating)
+
+
+def with_residuals(equation: Equation) -> Equation:
+    """Returns a custom_vjp that does the same; a checkpoint saves its results and residuals."""
 
     # JAX calls the two passes later: they must not keep the arrays alive.
     @jax.custom_vjp
     def call(*arrays: Array) -> list[Array]:
-        return core.bind(equation, arrays, **params)
+        return core.bind(equation, arrays)
 
     def forward(*arrays: Array) -> PyTree:
         known = {id(array): array for array in arrays}  # what is read is computed again
@@ -56,8 +56,15 @@ def run_keeping_residuals(
                 known[id(leaf)] = checkpoint_name(leaf, SAVED)
             return known.get(id(leaf), leaf)
 
-        bound = jax.vjp(lambda *arrays: core.bind(equation, arrays, **params), *arrays)
+        bound = jax.vjp(lambda *arrays: core.bind(equation, arrays), *arrays)
         return jax.tree.map(named, bound)
 
     call.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
-    return call(*arrays)
+    traced = jax.make_jaxpr(lambda *arrays: call(*arrays))(*(a.aval for a in equation.invars))
+    (made,) = traced.eqns
+    given = dict(zip(traced.invars, equation.invars, strict=True))
+    return made.replace(
+        invars=[given[atom] for atom in made.invars],
+        outvars=equation.outvars,
+        source_info=equation.source_info,
+    )

@@ -8,12 +8,11 @@ from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from jmpx._autocast.backward import variables
-from jmpx._autocast.residuals import keeps_residuals
-from jmpx._autocast.saving import Saving, is_batched_product, is_weight_product
 from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import holds
+from jmpx._remat.residuals import keeps_residuals
+from jmpx._remat.saving import Saving, holds_product, is_named, length
 
 # A part with more products than this has more than one block of a model, as a decoder has, in
 # which the encoder's output lives all along.
@@ -24,12 +23,6 @@ _MANY = 16
 # activation by its attention, is cut more often than a ResNet.
 _AGAIN = 1 / 16
 
-# The length of an axis that `jax.export` leaves open, as if it were known.
-_SYMBOL = 128
-
-# What a product takes in 16 bits, over what it takes in float32, in which it was traced.
-_SAVED = 1 / 2
-
 
 class Role(enum.Enum):
     """What an equation is to the pieces of a jaxpr, and what a piece of such equations is."""
@@ -39,7 +32,6 @@ class Role(enum.Enum):
     INSIDE = "it holds jaxprs that are cut themselves"
     ALONE = "it is as without pieces"
     LEFT = "so is it, because the user checkpointed it, or it has effects"
-    ALIKE = "its piece repeats, and is evaluated once"
     LATER = "it has an effect and no results, and runs after its piece"
 
 
@@ -63,44 +55,30 @@ class Life(NamedTuple):
 Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equation makes
 
 
-def holds_product(equation: Equation) -> bool:
-    """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
-    return holds(equation, _is_saved)
-
-
-def _is_saved(equation: Equation) -> bool:
-    is_product = is_weight_product(equation.primitive, equation.params, equation.invars)
-    return is_product or keeps_residuals(equation)
-
-
 def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]:
     """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
 
-    Second, the indices of products of a batch of weights, such as those of the experts in a layer:
-    one operand depends on none. They are saved, too; products of two activations are not, unless
-    those of attention are.
+    Second, the indices of the equations whose results are saved by a name.
     """
     operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
     found = core.reached(jaxpr, [var for var, flag in operands if flag], holds_product)
-    batched = ((i, eqn) for i, eqn in enumerate(jaxpr.eqns) if is_batched_product(eqn))
-    numbers = (1, 2) if saving.attention else (1,)
-    active = ((i, sum(v in found for v in variables(eqn))) for i, eqn in batched)
-    return found, {i for i, number in active if number in numbers}
+    return found, {i for i, eqn in enumerate(jaxpr.eqns) if is_named(eqn, saving, found)}
 
 
 def find_cuts(
-    equations: Sequence[Equation], roles: Sequence[Role], lives: Lives, turns: int
+    equations: Sequence[Equation], roles: Sequence[Role], lives: Lives, saving: Saving
 ) -> set[int]:
-    """Returns the indices of equations before which the jaxpr is best cut; see README.md.
+    """Returns the indices of equations before which the jaxpr is best cut.
 
     One array at most lives there. There is one such place at most between two equations that hold
     products: the one at which the least has to be saved. Of these, `Part` takes some. A loop saves
     for each of its turns, and computes one turn again at a time.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
-    large, sizes = lives
+    (large, sizes), turns = lives, max(saving.turns, 1)
+    size = turns * (1 / 2 if saving.is_cast_later else 1)  # of a product that is saved
     alive = _alive(len(equations), large)
-    kept = [max(turns, 1) * _saved(found) for found in alive]
+    kept = [turns * _saved(found) for found in alive]
     places = sorted(set(_cuts(holders, large, alive)))
     # What two equations have in common that may do the same.
     marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
@@ -119,7 +97,7 @@ def find_cuts(
         part = Part(
             within,
             [kept[place] for place in within],
-            [max(turns, 1) * _SAVED * products[end] for end in ends],
+            [size * products[end] for end in ends],
             [_AGAIN * (again[end] - again[start]) for end in ends],
         )
         chosen.update(part.cuts(), repeated)
@@ -258,11 +236,6 @@ def _size(atom: Atom) -> int:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
     return math.prod(map(length, atom.aval.shape)) * dtype.itemsize
-
-
-def length(size: object) -> int:
-    """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
-    return size if isinstance(size, int) else _SYMBOL
 
 
 def _cuts(

@@ -1,0 +1,130 @@
+"""`jmpx.remat`: a function whose backward pass keeps the results of products, and little else."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar, overload
+
+import jax
+import jax.core
+
+from jmpx._base.delayed import check_runs_at_once
+from jmpx._base.leaves import PyTree
+from jmpx._base.messages import user_stacklevel
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, call
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Jaxpr
+from jmpx._jaxprs.inner import any_holds, is_backward
+from jmpx._remat.checkpoints import Left, with_checkpoints
+from jmpx._remat.saving import Saving, get_saving
+
+F = TypeVar("F", bound=Callable[..., Any])
+Words = Literal["products", "products+attention"]
+
+
+@overload
+def remat(fn: F, save: Words = ...) -> F: ...
+
+
+@overload
+def remat(fn: None = None, save: Words = ...) -> Callable[[F], F]: ...
+
+
+def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Callable[..., Any]:
+    """Makes the backward pass of a function keep the results of products, and little else.
+
+    This is `jax.checkpoint`, for which jmpx chooses the policy and the blocks: it cuts the function
+    where little has to be kept, so that layers need no marks, and computes the rest again. No dtype
+    and no result changes, and gradients change by the order of sums alone. A policy does the same
+    by `save=`; this is for a function that has no policy.
+
+    Nothing is traced where nothing is differentiated, as in an eager call.
+
+    Args:
+        fn: any function of pytrees, such as a loss or a model; None to decorate with arguments.
+        save: "products" keeps the results of matmuls with weights, of convolutions, of experts, and
+            of matmuls of two activations that are no larger than the larger of these, as the
+            weighted values of an attention are. "products+attention" keeps those of all matmuls:
+            more memory, less time.
+
+    Returns:
+        A function with the arguments and results of `fn`.
+
+    Raises:
+        TypeError: if `fn` is no function.
+        ValueError: if `save` has no such value.
+
+    Warns:
+        UserWarning: when called, if a part of the function stays as it is, because it is under
+            `jax.checkpoint` already, has effects, or takes a gradient itself.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmpx
+        >>> def loss_fn(w, x):
+        ...     for _ in range(12):
+        ...         x = x + jnp.tanh(x @ w) @ w.T
+        ...     return jnp.square(x).mean()
+        >>> w, x = jnp.eye(32) / 2, jnp.ones((64, 32))
+        >>> for fn in loss_fn, jmpx.remat(loss_fn):
+        ...     _, pullback = jax.vjp(fn, w, x)
+        ...     print(sum(array.nbytes for array in jax.tree.leaves(pullback)))
+    """
+    if fn is None:
+        return functools.partial(remat, save=save)
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a function whose backward pass keeps less, got {fn!r}: write "
+            "jmpx.remat(f) or decorate the function with @jmpx.remat."
+        )
+    check_runs_at_once(fn)
+    saving = get_saving(save)
+
+    def transform(
+        pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
+    ) -> tuple[PyTree, Changes]:
+        return saved(pure, saving)(state, *args, **kwargs)
+
+    @functools.wraps(fn, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(transform, fn, args, kwargs)
+
+    return wrapper
+
+
+def saved(fn: Callable[..., PyTree], saving: Saving) -> Callable[..., PyTree]:
+    """Returns a function that does the same, and keeps less for its backward pass."""
+
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        leaves = jax.tree.leaves((args, kwargs))
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            if not core.enclosing_bodies():  # nothing differentiates an eager call
+                return fn(*args, **kwargs)
+        traced = core.trace(fn, args, kwargs, name=getattr(fn, "__name__", type(fn).__name__))
+        jaxpr, left = keeping_less(traced.jaxpr, saving)
+        for message in messages_of(left):
+            warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
+        return traced.rebuild(core.evaluate(jaxpr, traced.arrays))
+
+    return call
+
+
+def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
+    """Returns a jaxpr that does the same, and keeps less for its backward pass.
+
+    Second, where it is as it was; None stands for all of a function that takes a gradient itself.
+    """
+    if any_holds(jaxpr, is_backward):
+        return jaxpr, frozenset({None})
+    return with_checkpoints(jaxpr, saving)
+
+
+def messages_of(left: Left) -> Iterator[str]:
+    """Yields what to warn of where `save=` left something as it was."""
+    if left:
+        places = ", ".join(sorted(str(place) for place in left if place is not None))
+        yield (
+            f"save= leaves a part of the function as it is{places and f' ({places})'}, because it "
+            "is under jax.checkpoint, has effects such as a callback, or takes a gradient itself: "
+            "leave the checkpoint out, move the effects out of it, or differentiate what save= is "
+            "given to, as in jax.grad(jmpx.remat(f))."
+        )

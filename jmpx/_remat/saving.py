@@ -1,0 +1,147 @@
+"""What is saved for the backward pass: the results of some products, by names and by shapes."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jmpx._base.messages import describe, did_you_mean
+from jmpx._jaxprs.backward import PRODUCTS, sums, variables
+from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
+from jmpx._jaxprs.inner import holds
+from jmpx._jaxprs.types import Params
+from jmpx._remat.residuals import SAVED, keeps_residuals
+
+SAVES = ("products", "products+attention")  # the words for it
+
+
+class Saving(NamedTuple):
+    """What the backward pass keeps of a jaxpr."""
+
+    attention: bool = False  # whether all products of two activations are saved
+    is_cast_later: bool = False  # whether autocast evaluates the jaxpr, which makes 16 bits of 32
+    turns: int = 0  # how often scans run the jaxpr; 0 outside of all
+    # Which of its last operands depend on a product or are carried by a loop.
+    activations: tuple[bool, ...] = ()
+
+    @property
+    def policy(self) -> Callable[..., bool]:
+        """What `jax.checkpoint` takes as its policy."""
+        return _saves_all_products if self.attention else _saves_products
+
+
+def get_saving(save: object, is_cast_later: bool = False) -> Saving | None:
+    """Returns what the argument `save` of a function means, and refuses other words."""
+    if save is None:
+        return None
+    if not isinstance(save, str) or save not in SAVES:
+        near = did_you_mean(save, [*SAVES]) if isinstance(save, str) else "."
+        words = " or ".join(map(repr, SAVES))
+        raise ValueError(f"Expected None, {words} as save=, got {describe(save)}{near}")
+    return Saving(save == "products+attention", is_cast_later)
+
+
+def holds_saved(equation: Equation, saving: Saving) -> bool:
+    """Whether something in an equation is saved, if what it reads are activations."""
+    return holds(equation, _holds_any if saving.attention else _holds_small)
+
+
+def holds_product(equation: Equation) -> bool:
+    """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
+    return holds(equation, _is_saved)
+
+
+def is_named(equation: Equation, saving: Saving, active: Collection[Atom]) -> bool:
+    """Whether the result of an equation is saved, given the activations of its jaxpr.
+
+    Of matrix products with dimensions of a batch, that are those of one activation and a batch of
+    weights; those of two activations only if they are small, or if all are to be saved.
+    """
+    primitive, params, atoms = equation.primitive, equation.params, equation.invars
+    if is_batched_product(equation):
+        count = sum(atom in active for atom in variables(equation))
+        is_any = saving.attention or _is_small(params, atoms)
+        return _can_be_saved(atoms) and (count == 1 or (count == 2 and is_any))
+    return _is_weight_product(primitive, params, atoms)
+
+
+def is_batched_product(equation: Equation) -> bool:
+    """Whether an equation is a matrix product with dimensions of a batch."""
+    return equation.primitive.name == "dot_general" and _is_batched(
+        equation.params, equation.invars
+    )
+
+
+def _holds_any(equation: Equation) -> bool:
+    return _is_saved(equation) or is_batched_product(equation)
+
+
+def _holds_small(equation: Equation) -> bool:
+    if is_batched_product(equation):
+        return _is_small(equation.params, equation.invars)
+    return _is_saved(equation)
+
+
+def _is_saved(equation: Equation) -> bool:
+    is_product = _is_weight_product(equation.primitive, equation.params, equation.invars)
+    return is_product or keeps_residuals(equation)
+
+
+def _is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
+    if not _can_be_saved(operands):
+        return False
+    # A product of two activations, such as the scores of an attention, has dimensions of the batch.
+    if primitive.name == "dot_general":
+        return not params["dimension_numbers"][1][0] and sums(params, operands)
+    return operation_name(primitive.name) in PRODUCTS
+
+
+def _can_be_saved(operands: Sequence[Atom]) -> bool:
+    """Whether a product is not of complex numbers: JAX fails to save one under a checkpoint."""
+    dtypes = [getattr(operand, "aval", operand).dtype for operand in operands]
+    return not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+
+
+def _is_batched(params: Params, operands: Sequence[Atom]) -> bool:
+    return bool(params["dimension_numbers"][1][0]) and sums(params, operands)
+
+
+def _is_small(params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether the result of a matrix product is no larger than its larger operand.
+
+    Of an attention, that are the weighted values, and not the scores.
+    """
+    contracted, batch = params["dimension_numbers"]
+    shapes = [getattr(operand, "aval", operand).shape for operand in operands[:2]]
+    free = [
+        math.prod(length(size) for i, size in enumerate(shape) if i not in (*axes, *shared))
+        for shape, axes, shared in zip(shapes, contracted, batch, strict=True)
+    ]
+    result = math.prod(free) * math.prod(length(shapes[0][i]) for i in batch[0])
+    return result <= max(math.prod(map(length, shape)) for shape in shapes)
+
+
+def length(size: object) -> int:
+    """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
+    return size if isinstance(size, int) else _SYMBOL
+
+
+_SYMBOL = 128
+
+
+def _saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Whether a checkpoint saves the results of an operation: its policy."""
+    if primitive.name == "name":
+        return params["name"] == SAVED
+    if primitive.name == "dot_general" and _is_batched(params, avals):
+        return _can_be_saved(avals) and _is_small(params, avals)
+    return _is_weight_product(primitive, params, avals)
+
+
+def _saves_all_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """The same, of the products of two activations, too."""
+    if primitive.name == "dot_general" and _is_batched(params, avals):
+        return _can_be_saved(avals)
+    return _saves_products(primitive, *avals, **params)

@@ -1,0 +1,89 @@
+"""Casts of inputs, moved to what reads them: so a piece casts an input again, and keeps no copy.
+
+By arguments, all parameters are cast before anything reads them. Where the casts stand, each of the
+16-bit copies would live until its layer's backward pass.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmpx._jaxprs import core
+from jmpx._jaxprs.backward import variables
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.rewriting import replaced, with_jaxprs
+
+_HOLDERS = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
+
+
+def sunk(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr in which casts of its inputs stand before their first readers, or in them.
+
+    A cast moves into the jaxpr of an equation that alone reads it. It is still one cast, so that
+    cotangents are summed in its dtype as before; those of a scan's constants would be summed in
+    another one, so they are cast outside.
+    """
+    readers: dict[Atom, int] = {}  # how often each variable is read
+    for atom in (*(a for eqn in jaxpr.eqns for a in variables(eqn)), *jaxpr.outvars):
+        if not core.is_literal(atom):
+            readers[atom] = readers.get(atom, 0) + 1
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    waiting: dict[Atom, Equation] = {}  # casts, by their results
+    eqns: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        if _is_cast(eqn) and eqn.invars[0] in inputs:
+            waiting[eqn.outvars[0]] = eqn
+            continue
+        read = [i for i, atom in enumerate(eqn.invars) if not core.is_literal(atom)]
+        casts = {i: waiting.pop(eqn.invars[i]) for i in read if eqn.invars[i] in waiting}
+        alone = [i for i in casts if readers[eqn.invars[i]] == 1 and _takes(eqn, i)]
+        inside = {i: casts.pop(i) for i in alone}
+        eqns += casts.values()
+        eqns.append(_casting(eqn, inside) if inside else eqn)
+    eqns += waiting.values()
+    return replaced(jaxpr, eqns=eqns)
+
+
+def _is_cast(eqn: Equation) -> bool:
+    """Whether an equation casts a variable to another floating dtype."""
+    if eqn.primitive.name != "convert_element_type" or not variables(eqn):
+        return False
+    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    is_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return is_floating and dtypes[0] != dtypes[1] and eqn.params.get("sharding") is None
+
+
+def _takes(eqn: Equation, i: int) -> bool:
+    """Whether a cast of an operand may move into the jaxpr of an equation."""
+    if eqn.primitive.name == "scan":
+        return i >= sum(core.scan_counts(eqn))
+    return eqn.primitive.name in _HOLDERS and i >= (eqn.primitive.name == "cond")
+
+
+def _casting(eqn: Equation, casts: dict[int, Equation]) -> Equation:
+    """Returns an equation whose jaxprs cast some of its operands."""
+    operands = list(eqn.invars)
+    for i, cast in casts.items():
+        operands[i] = cast.invars[0]
+    first = int(eqn.primitive.name == "cond")  # whose first operand chooses a branch
+    wide = tuple((i - first, cast.invars[0].aval.dtype) for i, cast in casts.items())
+    params = with_jaxprs(eqn.params, lambda jaxpr: _taking(jaxpr, wide))
+    return eqn.replace(invars=operands, params=params)
+
+
+@once_per_jaxpr
+def _taking(jaxpr: Jaxpr, wide: Sequence[tuple[int, np.dtype]]) -> Jaxpr:
+    """Returns a jaxpr that takes some operands in other dtypes, and casts them."""
+    invars, casts = list(jaxpr.invars), list[Equation]()
+    for i, dtype in wide:
+        var = invars[i]
+        invars[i] = type(var)(core.with_dtype(var.aval, dtype))
+        cast = functools.partial(lax.convert_element_type, new_dtype=var.aval.dtype)
+        (template,) = jax.make_jaxpr(cast)(np.zeros((), dtype)).eqns
+        casts.append(template.replace(invars=[invars[i]], outvars=[var]))
+    return replaced(jaxpr, invars=invars, eqns=[*casts, *jaxpr.eqns])
