@@ -202,11 +202,12 @@ class Application(NamedTuple):
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`
 
                 stack.enter_context(island(self.policy_map, (args, kwargs, pure.objects)))
-            run = functools.partial(ways[self.policy_map.way], self.policy_map, pure)
-            saving = get_saving(self.policy_map.save)
-            if saving is not None and self.policy_map.way != "operations":  # which trace anyway
-                run = saved(run, saving)
-            return run(state, args, kwargs)
+            policy_map, saving = self.policy_map, get_saving(self.policy_map.save)
+            if policy_map.way == "operations" or saving is None:  # operations are traced anyway
+                return ways[policy_map.way](policy_map, pure, state, args, kwargs)
+            followed = dataclasses.replace(policy_map, save=None)
+            run = functools.partial(ways[policy_map.way], followed, pure)
+            return saved(run, saving)(state, args, kwargs)
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
@@ -247,7 +248,7 @@ class Application(NamedTuple):
         with contextlib.ExitStack() as stack:
             casts = stack.enter_context(casts_watched(code_of(self.func), policy_map))
             stack.enter_context(pooled(policy_map, self.name))
-            followed = dataclasses.replace(policy_map, save=None).applied_by("modules", self.name)
+            followed = policy_map.applied_by("modules", self.name)
             for adapter in adapters:
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))

@@ -28,6 +28,7 @@ from jmpx._jaxprs.places import note_source
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._jaxprs.structure import kind
 from jmpx._policies.maps import PolicyMap
+from jmpx._policies.registry import any_class_has_a_policy
 
 
 class _Frame(NamedTuple):
@@ -152,7 +153,9 @@ class Interpreter:
 
         Of checkpoints around layers that were written out, each has a jaxpr of its own.
         """
-        said = tuple(tuple(of_place(eqn, scope, self.regions)) for eqn in jaxpr.eqns)
+        said: Hashable = self.regions.region(scope)
+        if self.regions.policy_map.rules or any_class_has_a_policy():
+            said = tuple(tuple(of_place(eqn, scope, self.regions)) for eqn in jaxpr.eqns)
         return self._alike.setdefault((kind(jaxpr), said), (jaxpr, scope))
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:

@@ -43,7 +43,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
 from jmpx._policies.registry import any_class_has_a_policy
-from jmpx._remat.remat import keeping_less, messages_of
+from jmpx._remat.remat import keeping_less, messages_of, saved
 from jmpx._remat.saving import Saving, get_saving
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -125,8 +125,9 @@ def evaluated(
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
     policy_map = _followed(policy_map)
-    if is_loss and save is None and _casts_nothing(policy_map):
-        return pure(state, *args, **kwargs)  # also what a trace would refuse, such as `if x > 0`
+    if is_loss and _casts_nothing(policy_map):  # a trace would refuse some, such as `if x > 0`
+        run = pure if save is None else saved(pure, save._replace(is_cast_later=False))
+        return run(state, *args, **kwargs)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting())
     seen = set[Module]()

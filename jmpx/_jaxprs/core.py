@@ -334,9 +334,13 @@ def in_shard_map(eqn: Equation, run: Callable[[], V]) -> V:
         results.append(run())
         return ()
 
-    axes = manual_axes(eqn)
     mapped = jax.shard_map(
-        body, mesh=eqn.params["mesh"], in_specs=(), out_specs=(), axis_names=axes, check_vma=False
+        body,
+        mesh=eqn.params["mesh"],
+        in_specs=(),
+        out_specs=(),
+        axis_names=manual_axes(eqn),
+        check_vma=eqn.params["check_vma"],
     )
     jax.make_jaxpr(mapped)()
     return results[0]

@@ -1,5 +1,6 @@
 """The pass: `jax.checkpoint` around the pieces of a jaxpr, whose equations do not run for it."""
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
@@ -76,7 +77,7 @@ class _Checkpoints:
     def __init__(self, jaxpr: Jaxpr, saving: Saving) -> None:
         self.saving = saving
         self.active = find_activations(jaxpr, saving)[0]
-        self.bodies: dict[Hashable, Jaxpr] = {}  # by their kinds: pieces that are alike share one
+        self.bodies: dict[Hashable, Jaxpr] = {}  # pieces that are alike share one
         # The two passes over a scan's body are in two loops: nothing can merge their equations.
         prevent_cse = not saving.turns
         run = jax.checkpoint(lambda x: x, policy=saving.policy, prevent_cse=prevent_cse)
@@ -97,8 +98,9 @@ class _Checkpoints:
             eqns=eqns,
             effects=frozenset().union(*(eqn.effects for eqn in eqns)),
         )
-        if not self.saving.is_cast_later:  # autocast itself looks for what is alike
-            body = self.bodies.setdefault(kind(body), body)
+        # Autocast, which runs later, reads the marks of modules.
+        marks = tuple(map(core.marked_stack_of, eqns)) if self.saving.is_cast_later else ()
+        body = self.bodies.setdefault((kind(body), marks), body)
         made = self.template.replace(
             invars=piece.inputs,
             outvars=piece.outputs,
@@ -150,6 +152,7 @@ def _named_within(jaxpr: Jaxpr, saving: Saving) -> Jaxpr | None:
     return replaced(jaxpr, eqns=eqns, outvars=outvars)
 
 
+@functools.cache
 def _name() -> Equation:
     """Returns an equation that gives a name."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, SAVED))(0.0).eqns[0]

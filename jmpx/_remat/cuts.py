@@ -188,7 +188,9 @@ class Part(NamedTuple):
         return None
 
 
-def find_head(jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life]) -> int | None:
+def find_head(
+    jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life], active: Collection[Atom]
+) -> int | None:
     """Returns the index of the last product if it makes results larger than what it reads."""
     # Such are the logits of a language model. The backward pass begins with their cotangent, and
     # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
@@ -204,7 +206,9 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life]) -> int
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
-    return head if sum(life.size for life in lives if life.is_at(head)) < size else None
+    carried = [var for var in variables(equation) if var in active and var in jaxpr.invars]
+    read = sum(life.size for life in lives if life.is_at(head)) + sum(map(_size, carried))
+    return head if read < size else None
 
 
 def find_lives(

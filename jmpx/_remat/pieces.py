@@ -49,7 +49,7 @@ def find_groups(jaxpr: Jaxpr, saving: Saving) -> list[Group]:
     pairs = enumerate(zip(jaxpr.eqns, inside, strict=True))
     roles = [Role.PRODUCT if i in named else _role(eqn, saving, to) for i, (eqn, to) in pairs]
     lives = find_lives(jaxpr.eqns, roles, active)
-    head = find_head(jaxpr, roles, lives[0])
+    head = find_head(jaxpr, roles, lives[0], active)
     cuts = set()
     if head is not None:  # it is in no piece, and what it reads ends the last one
         roles[head] = Role.ORDINARY

@@ -1,6 +1,7 @@
 """`jmpx.remat`: a function whose backward pass keeps the results of products, and little else."""
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
@@ -14,7 +15,7 @@ from jmpx._base.messages import user_stacklevel
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, call
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
-from jmpx._jaxprs.inner import any_holds, is_backward
+from jmpx._jaxprs.inner import inner_of, is_backward, once_per_jaxpr
 from jmpx._remat.checkpoints import Left, with_checkpoints
 from jmpx._remat.saving import Saving, get_saving
 
@@ -78,6 +79,10 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
         )
     check_runs_at_once(fn)
     saving = get_saving(save)
+    if saving is None:
+        raise ValueError(
+            "Expected 'products' or 'products+attention' as save=, got None: leave jmpx.remat out."
+        )
 
     def transform(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
@@ -113,9 +118,18 @@ def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
 
     Second, where it is as it was; None stands for all of a function that takes a gradient itself.
     """
-    if any_holds(jaxpr, is_backward):
+    if _takes_a_gradient(jaxpr):
         return jaxpr, frozenset({None})
     return with_checkpoints(jaxpr, saving)
+
+
+@once_per_jaxpr
+def _takes_a_gradient(jaxpr: Jaxpr) -> bool:
+    """Whether equations are of a backward pass; those that transpose a linear solve are not."""
+    if any(map(is_backward, jaxpr.eqns)):
+        return True
+    held = (inner.jaxprs for inner in map(inner_of, jaxpr.eqns) if inner is not None)
+    return any(map(_takes_a_gradient, itertools.chain.from_iterable(held)))
 
 
 def messages_of(left: Left) -> Iterator[str]:

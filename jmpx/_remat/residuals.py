@@ -17,7 +17,8 @@ from jmpx._jaxprs.inner import any_holds
 from jmpx._jaxprs.moves import HIDING
 
 SAVED = "jmpx_saved"  # what gets that name from `checkpoint_name` is saved
-_KERNELS = (*HIDING, "dot_product_attention")  # the last is how names of cuDNN's attention begin
+# As the names of kernels begin: the last two are of cuDNN and of Triton.
+_KERNELS = (*HIDING, "dot_product_attention", "triton_kernel_call")
 
 
 def keeps_residuals(equation: Equation) -> bool:

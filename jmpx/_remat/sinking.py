@@ -1,7 +1,8 @@
 """Casts of inputs, moved to what reads them: so a piece casts an input again, and keeps no copy.
 
-By arguments, all parameters are cast before anything reads them. Where the casts stand, each of the
-16-bit copies would live until its layer's backward pass.
+By arguments, all parameters are cast before anything reads them. If the casts stayed there, each of
+the 16-bit copies would live until the backward pass of its layer. What two equations read is cast
+twice, so that its cotangents are summed in its own dtype, as by operations.
 """
 
 import functools
@@ -22,31 +23,35 @@ _HOLDERS = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"}
 
 
 def sunk(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr in which casts of its inputs stand before their first readers, or in them.
+    """Returns a jaxpr in which casts of its inputs stand before each of their readers, or in them.
 
-    A cast moves into the jaxpr of an equation that alone reads it. It is still one cast, so that
-    cotangents are summed in its dtype as before; those of a scan's constants would be summed in
-    another one, so they are cast outside.
+    A cast moves into the jaxpr of an equation that reads it. Those of a scan's constants do not:
+    their cotangents would be summed in another dtype, turn by turn.
     """
-    readers: dict[Atom, int] = {}  # how often each variable is read
-    for atom in (*(a for eqn in jaxpr.eqns for a in variables(eqn)), *jaxpr.outvars):
-        if not core.is_literal(atom):
-            readers[atom] = readers.get(atom, 0) + 1
     inputs = {*jaxpr.invars, *jaxpr.constvars}
-    waiting: dict[Atom, Equation] = {}  # casts, by their results
+    casts: dict[Atom, Equation] = {}  # by their results
     eqns: list[Equation] = []
     for eqn in jaxpr.eqns:
         if _is_cast(eqn) and eqn.invars[0] in inputs:
-            waiting[eqn.outvars[0]] = eqn
+            casts[eqn.outvars[0]] = eqn
             continue
-        read = [i for i, atom in enumerate(eqn.invars) if not core.is_literal(atom)]
-        casts = {i: waiting.pop(eqn.invars[i]) for i in read if eqn.invars[i] in waiting}
-        alone = [i for i in casts if readers[eqn.invars[i]] == 1 and _takes(eqn, i)]
-        inside = {i: casts.pop(i) for i in alone}
-        eqns += casts.values()
+        inside: dict[int, Equation] = {}
+        operands = list(eqn.invars)
+        for i, atom in enumerate(eqn.invars):
+            if core.is_literal(atom) or atom not in casts:
+                continue
+            if _takes(eqn, i):
+                inside[i] = casts[atom]
+                continue
+            operands[i] = type(atom)(atom.aval)
+            cast = casts[atom].replace(outvars=[operands[i]])
+            # In the scopes of the reader, so that layers stay alike.
+            eqns.append(core.with_stack(cast, core.marked_stack_of(eqn)))
+        eqn = eqn if operands == eqn.invars else eqn.replace(invars=operands)
         eqns.append(_casting(eqn, inside) if inside else eqn)
-    eqns += waiting.values()
-    return replaced(jaxpr, eqns=eqns)
+    read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
+    eqns += (cast for var, cast in casts.items() if var in read)
+    return replaced(jaxpr, eqns=eqns) if casts else jaxpr
 
 
 def _is_cast(eqn: Equation) -> bool:

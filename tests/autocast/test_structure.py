@@ -6,17 +6,19 @@ dtype, and those of two casts in float32.
 """
 
 import collections
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F32, normal
+from helpers import F32, assert_same_bits, normal
 from helpers.op_by_op import one_by_one
 from hypothesis import example, given, settings, strategies as st
 from jax import lax
 
 import jmpx
+from jmpx._remat import cuts
 
 
 def first(results):
@@ -136,6 +138,28 @@ def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy)
     # The derivative rule of a `custom_jvp` is a program of its own.
     if all(wrapper != "custom_jvp" for _, wrapper in program):
         jax.tree.map(np.testing.assert_array_equal, gradients, expected_gradients)
+
+
+@example([(("product", "softmax", "product"), "jit"), (("norm", "product"), None)], "c=bf16", "")
+@example([(("product", "tanh", "product"), "scan"), (("product",), "checkpoint")], "full", "")
+@given(
+    programs,
+    st.sampled_from(["c=bf16", "c=f16", "by=arguments,c=bf16", "full"]),
+    st.sampled_from(["", "+attention"]),
+)
+@settings(max_examples=15 if settings().derandomize else 200, deadline=None)
+def test_what_the_backward_pass_keeps_changes_no_bit(program, policy, word):
+    rng = np.random.default_rng(0)
+    words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
+    parameters = [normal(rng, *SHAPES[word]) for word in words if word in SHAPES]
+    x = normal(rng, 4, 4)
+    (expected, gradients), ran = run(program, parameters, x, policy)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(cuts, "_AGAIN", 1)  # cuts in a small program, too
+        warnings.filterwarnings("ignore", "save= leaves")  # the checkpoints of the program
+        (value, found), ran_saving = run(program, parameters, x, f"{policy},save=products{word}")
+    assert ran_saving == ran
+    assert_same_bits((value, found), (expected, gradients))
 
 
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])

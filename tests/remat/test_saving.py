@@ -135,7 +135,8 @@ def test_nothing_changes(rng, name):
     grads = [exactly(jax.grad(f))(params) for f in (plain, saving)]
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads[0]))
     if name in SHARED:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-3), *grads)
+        a, b = (np.concatenate([*map(np.ravel, jax.tree.leaves(each))]) for each in grads)
+        assert np.linalg.norm(b - a) < 1e-2 * np.linalg.norm(a)
     else:
         assert_same_bits(*grads)
     assert benchmark.residual_bytes(saving, params) < benchmark.residual_bytes(plain, params)
