@@ -21,7 +21,7 @@ from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.inner import CHECKPOINT, once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking, policy_mark, split_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around
 from jmpx._jaxprs.places import note_source
@@ -211,9 +211,11 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
-    if is_marking() and not split_policy(core.scope_of(operation.equation))[1]:
+    equation = operation.equation  # those that a checkpoint holds are marked themselves
+    is_marked = split_policy(core.scope_of(equation))[1] or equation.primitive.name == CHECKPOINT
+    if is_marking() and not is_marked:
         scopes.append(policy_mark(operation.region.policy))
-    with core.at_source_of(operation.equation, *scopes, depth=depth):
+    with core.at_source_of(equation, *scopes, depth=depth):
         return _apply_rule(operation)
 
 

@@ -20,6 +20,8 @@ from jmpx._base.messages import describe, did_you_mean
 
 T_co = TypeVar("T_co", covariant=True)
 
+SAVES = ("products", "products+attention")  # the words for `save`, in a policy and elsewhere
+
 
 class Located(NamedTuple, Generic[T_co]):
     """A value, and its path; the path of what is not in a mapping is empty."""

@@ -5,11 +5,10 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from jmpx._base.mappings import Found, Located, refuse_value, unknown
+from jmpx._base.mappings import SAVES, Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts
 from jmpx._policies.rules import Rule
-from jmpx._remat.saving import SAVES
 
 # What the default part of a policy map may say besides its policy, and the words for it.
 HOW: dict[str, tuple[str, ...]] = {

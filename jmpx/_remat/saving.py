@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jmpx._base.mappings import SAVES
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.backward import PRODUCTS, sums, variables
 from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
 from jmpx._jaxprs.inner import holds
 from jmpx._jaxprs.types import Params
 from jmpx._remat.residuals import SAVED, keeps_residuals
-
-SAVES = ("products", "products+attention")  # the words for it
 
 
 class Saving(NamedTuple):
