@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 
 from jmpx._base.contexts import traced_with_marks
-from jmpx._jaxprs.types import NameStack
+from jmpx._jaxprs.types import NameStack, Scopes
 
 _MARK = "jmpx.module:"
 _POLICY = "jmpx.policy:"  # begins the scope of an operation under autocast that is inspected
@@ -125,6 +125,11 @@ def without_marks(scope: str) -> str:
 def policy_mark(policy: str) -> str:
     """Returns the scope that tells the policy under which autocast runs an operation."""
     return _POLICY + policy
+
+
+def before_policy(scopes: Scopes) -> Scopes:
+    """Returns the scopes that are around the first mark of a policy, as JAX keeps them."""
+    return tuple(itertools.takewhile(lambda scope: not scope.name.startswith(_POLICY), scopes))
 
 
 def split_policy(scope: str) -> tuple[str, str]:

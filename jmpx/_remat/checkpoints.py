@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import any_holds, once_per_jaxpr
+from jmpx._jaxprs.marks import before_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around, split
 from jmpx._jaxprs.places import Place, place_of
 from jmpx._jaxprs.rewriting import replaced, with_jaxprs
@@ -85,7 +86,7 @@ class _Checkpoints:
 
     def equation(self, piece: Piece) -> Equation:
         """Returns the equation that runs a piece under `jax.checkpoint`."""
-        around = scopes_around(piece, core.marked_stack_of)
+        around = before_policy(scopes_around(piece, core.marked_stack_of))
         names: dict[Atom, Atom] = {}
         eqns = [
             core.with_stack(eqn, core.marked_stack_of(eqn)[len(around) :])
