@@ -211,10 +211,11 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
-    equation = operation.equation  # those that a checkpoint holds are marked themselves
-    is_marked = split_policy(core.scope_of(equation))[1] or equation.primitive.name == CHECKPOINT
-    if is_marking() and not is_marked:
-        scopes.append(policy_mark(operation.region.policy))
+    equation, region = operation.equation, operation.region
+    # What a checkpoint holds is marked itself where it is evaluated.
+    is_around = equation.primitive.name == CHECKPOINT and not region.is_fixed
+    if is_marking() and not is_around and not split_policy(core.scope_of(equation))[1]:
+        scopes.append(policy_mark(region.policy))
     with core.at_source_of(equation, *scopes, depth=depth):
         return _apply_rule(operation)
 
