@@ -31,7 +31,7 @@ def function_call(operation: Operation) -> list[Value]:
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # The equations run one by one, so that JAX finds the one that makes a NaN.
         return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
-    if operation.equation.primitive.name in (CHECKPOINT, "jit"):
+    if operation.equation.primitive.name == CHECKPOINT:
         jaxpr, scope = operation.interpreter.alike(jaxpr, scope)
     operation = operation._replace(scope=scope)
     retraced = operation.retrace(jaxpr, values, has_rounded=True)

@@ -1,6 +1,5 @@
 """The pass: `jax.checkpoint` around the pieces of a jaxpr, whose equations do not run for it."""
 
-import collections
 import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -9,7 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import any_holds, once_per_jaxpr
 from jmpx._jaxprs.marks import before_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around, split
@@ -57,7 +56,7 @@ def _checkpointed(given: Jaxpr, saving: Saving) -> tuple[Jaxpr | None, Left]:
             left.add(place_of(first))
     if len(eqns) == len(given.eqns) and all(map(operator.is_, eqns, given.eqns)):
         return None, frozenset(left)
-    return replaced(given, eqns=checkpoints.jitted(eqns)), frozenset(left)
+    return replaced(given, eqns=eqns), frozenset(left)
 
 
 def _with_inner(equation: Equation, change: Callable[[Jaxpr], Jaxpr]) -> Equation:
@@ -80,8 +79,6 @@ class _Checkpoints:
         self.saving = saving
         self.active = find_activations(jaxpr, saving)[0]
         self.bodies: dict[Hashable, Jaxpr] = {}  # pieces that are alike share one
-        self.kinds = collections.Counter[Hashable]()  # of the pieces
-        self.functions: dict[Jaxpr, Jaxpr] = {}  # that hold a checkpoint alone, by their bodies
         # The two passes over a scan's body are in two loops: nothing can merge their equations.
         prevent_cse = not saving.turns
         run = jax.checkpoint(lambda x: x, policy=saving.policy, prevent_cse=prevent_cse)
@@ -105,7 +102,6 @@ class _Checkpoints:
         # Autocast, which runs later, reads the marks of modules.
         marks = tuple(map(core.marked_stack_of, eqns)) if self.saving.is_cast_later else ()
         body = self.bodies.setdefault((kind(body), marks), body)
-        self.kinds[kind(body)] += 1
         made = self.template.replace(
             invars=piece.inputs,
             outvars=piece.outputs,
@@ -114,40 +110,6 @@ class _Checkpoints:
             source_info=piece.equations[0].source_info,
         )
         return core.with_stack(made, around)
-
-    def jitted(self, eqns: Sequence[Equation]) -> list[Equation]:
-        """Returns the equations; of checkpoints that are alike, each calls a jitted function.
-
-        JAX derives a jitted function once. Eager calls would compile it each time.
-        """
-        if not self.saving.is_jitted or max(self.kinds.values(), default=1) == 1:
-            return list(eqns)
-        (template,) = jax.make_jaxpr(jax.jit(_piece))(0.0).eqns
-        return [self._jitted(eqn, template) for eqn in eqns]
-
-    def _jitted(self, eqn: Equation, template: Equation) -> Equation:
-        body = eqn.params.get("jaxpr") if eqn.primitive is self.template.primitive else None
-        if body is None or self.kinds[kind(body)] < 2 or eqn.effects:
-            return eqn
-        if body not in self.functions:
-            fields = {"invars": eqn.invars, "outvars": eqn.outvars, "effects": eqn.effects}
-            inner = core.with_stack(eqn, ())
-            self.functions[body] = replaced(template.params["jaxpr"], eqns=[inner], **fields)
-        sizes = {"in": len(eqn.invars), "out": len(eqn.outvars), "donated": len(eqn.invars)}
-        params = {
-            key: value * sizes[key.split("_")[0]] if type(value) is tuple and value else value
-            for key, value in template.params.items()
-        }
-        return template.replace(
-            invars=eqn.invars,
-            outvars=eqn.outvars,
-            params={**params, "jaxpr": self.functions[body]},
-            source_info=eqn.source_info,
-        )
-
-
-def _piece(x: Array) -> Array:
-    return x + 1
 
 
 def _named(

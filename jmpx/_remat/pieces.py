@@ -33,10 +33,7 @@ def inside_of(equation: Equation, saving: Saving, active: Collection[Atom]) -> S
     if equation.primitive.name not in _CUT_INSIDE:
         return None
     flags = [not core.is_literal(atom) and atom in active for atom in equation.invars]
-    name = equation.primitive.name
-    if name == "shard_map":  # in which a jitted function would have another mesh
-        return saving._replace(activations=tuple(flags), is_jitted=False)
-    if name != "scan":
+    if equation.primitive.name != "scan":
         return saving._replace(activations=tuple(flags))
     consts, carry = core.scan_counts(equation)
     flags[consts : consts + carry] = [True] * carry

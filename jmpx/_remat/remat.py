@@ -122,7 +122,7 @@ def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
     """
     if _takes_a_gradient(jaxpr):
         return jaxpr, frozenset({None})
-    return with_checkpoints(jaxpr, saving._replace(is_jitted=core.is_traced()))
+    return with_checkpoints(jaxpr, saving)
 
 
 @once_per_jaxpr

@@ -20,7 +20,6 @@ class Saving(NamedTuple):
 
     attention: bool = False  # whether all products of two activations are saved
     is_cast_later: bool = False  # whether autocast evaluates the jaxpr, which makes 16 bits of 32
-    is_jitted: bool = False  # whether pieces that are alike become calls of a jitted function
     turns: int = 0  # how often scans run the jaxpr; 0 outside of all
     # Which of its last operands depend on a product or are carried by a loop.
     activations: tuple[bool, ...] = ()
@@ -90,11 +89,12 @@ def _is_saved(equation: Equation) -> bool:
 
 def _is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
-    if operation_name(primitive.name) not in PRODUCTS or not _can_be_saved(operands):
+    if not _can_be_saved(operands):
         return False
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
-    is_dot = primitive.name == "dot_general"
-    return not is_dot or (not params["dimension_numbers"][1][0] and sums(params, operands))
+    if primitive.name == "dot_general":
+        return not params["dimension_numbers"][1][0] and sums(params, operands)
+    return operation_name(primitive.name) in PRODUCTS
 
 
 def _can_be_saved(operands: Sequence[Atom]) -> bool:
