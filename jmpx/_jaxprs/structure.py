@@ -1,6 +1,5 @@
 """What a program does, as a key: programs that were traced apart share it if they do the same."""
 
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
@@ -35,13 +34,21 @@ def structure_of(
 
 @once_per_jaxpr
 def kind(jaxpr: Jaxpr) -> Hashable:
-    """Returns a key of an open jaxpr: equal ones compute the same, at the same lines.
+    """Returns `kind_of` the equations of a jaxpr."""
+    return kind_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
 
-    The constants and the derivatives of the functions in it are the same, too. Where a parameter
-    has no hash, no other key is equal.
+
+def kind_of(
+    equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom], depth: int = 0
+) -> Hashable:
+    """Returns a key of equations: equal ones compute the same, at the same lines.
+
+    The constants and the derivatives of the functions in them are the same, too, and so are their
+    scopes, without marks and the first ones, as many as `depth` says. Where a parameter has no
+    hash, no other key is equal.
     """
-    places = tuple((stack_of(eqn), eqn.source_info.traceback) for eqn in jaxpr.eqns)
-    key = structure_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars), places, tuple(_constants(jaxpr))
+    places = tuple((stack_of(eqn)[depth:], eqn.source_info.traceback) for eqn in equations)
+    key = structure_of(equations, inputs, outputs), places, tuple(_constants(equations))
     try:
         hash(key)
     except TypeError:
@@ -49,11 +56,12 @@ def kind(jaxpr: Jaxpr) -> Hashable:
     return key
 
 
-def _constants(jaxpr: Jaxpr) -> Iterator[int]:
-    """Yields what identifies the constants of a jaxpr, and of those that it holds."""
-    yield from map(id, consts_of(jaxpr))
-    for eqn in jaxpr.eqns:
-        yield from itertools.chain.from_iterable(map(_constants, inner_jaxprs(eqn.params)))
+def _constants(equations: Sequence[Equation]) -> Iterator[int]:
+    """Yields what identifies the constants of the jaxprs that equations hold."""
+    for eqn in equations:
+        for jaxpr in inner_jaxprs(eqn.params):
+            yield from map(id, consts_of(jaxpr))
+            yield from _constants(jaxpr.eqns)
 
 
 class _Keys:

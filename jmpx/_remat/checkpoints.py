@@ -14,7 +14,7 @@ from jmpx._jaxprs.marks import before_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around, split
 from jmpx._jaxprs.places import Place, place_of
 from jmpx._jaxprs.rewriting import replaced, with_jaxprs
-from jmpx._jaxprs.structure import kind
+from jmpx._jaxprs.structure import kind_of
 from jmpx._remat.cuts import Role, find_activations
 from jmpx._remat.pieces import find_groups, inside_of
 from jmpx._remat.residuals import SAVED, keeps_residuals, with_residuals
@@ -87,21 +87,7 @@ class _Checkpoints:
     def equation(self, piece: Piece) -> Equation:
         """Returns the equation that runs a piece under `jax.checkpoint`."""
         around = before_policy(scopes_around(piece, core.marked_stack_of))
-        names: dict[Atom, Atom] = {}
-        eqns = [
-            core.with_stack(eqn, core.marked_stack_of(eqn)[len(around) :])
-            for eqn in _named(piece.equations, self.saving, self.active, names)
-        ]
-        body = replaced(
-            self.template.params["jaxpr"],
-            invars=piece.inputs,
-            outvars=[names.get(var, var) for var in piece.outputs],
-            eqns=eqns,
-            effects=frozenset().union(*(eqn.effects for eqn in eqns)),
-        )
-        # Autocast, which runs later, reads the marks of modules.
-        marks = tuple(map(core.marked_stack_of, eqns)) if self.saving.is_cast_later else ()
-        body = self.bodies.setdefault((kind(body), marks), body)
+        body = self._body(piece, len(around))
         made = self.template.replace(
             invars=piece.inputs,
             outvars=piece.outputs,
@@ -110,6 +96,29 @@ class _Checkpoints:
             source_info=piece.equations[0].source_info,
         )
         return core.with_stack(made, around)
+
+    def _body(self, piece: Piece, depth: int) -> Jaxpr:
+        """Returns the jaxpr of a piece, or that of one that is alike."""
+        given = piece.equations, piece.inputs, piece.outputs
+        activations = tuple(var in self.active for var in piece.inputs)
+        # Autocast, which runs later, reads the marks of modules.
+        stacks = (core.marked_stack_of(eqn)[depth:] for eqn in piece.equations)
+        marks = tuple(stacks) if self.saving.is_cast_later else ()
+        key = kind_of(*given, depth), activations, marks
+        if key not in self.bodies:
+            names: dict[Atom, Atom] = {}
+            eqns = [
+                core.with_stack(eqn, core.marked_stack_of(eqn)[depth:])
+                for eqn in _named(piece.equations, self.saving, self.active, names)
+            ]
+            self.bodies[key] = replaced(
+                self.template.params["jaxpr"],
+                invars=piece.inputs,
+                outvars=[names.get(var, var) for var in piece.outputs],
+                eqns=eqns,
+                effects=frozenset().union(*(eqn.effects for eqn in eqns)),
+            )
+        return self.bodies[key]
 
 
 def _named(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jmpx._jaxprs import core
 from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._remat.residuals import keeps_residuals
 from jmpx._remat.saving import Saving, holds_product, is_named, length
 
@@ -55,6 +56,7 @@ class Life(NamedTuple):
 Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equation makes
 
 
+@once_per_jaxpr
 def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]:
     """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
 

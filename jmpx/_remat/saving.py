@@ -89,12 +89,11 @@ def _is_saved(equation: Equation) -> bool:
 
 def _is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
-    if not _can_be_saved(operands):
+    if operation_name(primitive.name) not in PRODUCTS or not _can_be_saved(operands):
         return False
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
-    if primitive.name == "dot_general":
-        return not params["dimension_numbers"][1][0] and sums(params, operands)
-    return operation_name(primitive.name) in PRODUCTS
+    is_dot = primitive.name == "dot_general"
+    return not is_dot or (not params["dimension_numbers"][1][0] and sums(params, operands))
 
 
 def _can_be_saved(operands: Sequence[Atom]) -> bool:
