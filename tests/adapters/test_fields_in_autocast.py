@@ -151,7 +151,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("field", ["bfloat16", jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rule_sets_the_fields_that_it_sets_by_modules(call, field):

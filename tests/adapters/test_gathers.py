@@ -99,6 +99,7 @@ def check(grads, most=2**-8):
     assert worst <= most, worst
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.versions
 @pytest.mark.parametrize("lookup", LOOKUPS)
 def test_any_lookup_by_arguments(lookup):
@@ -108,6 +109,7 @@ def test_any_lookup_by_arguments(lookup):
     check(jax.grad(jmpx.apply_policy(loss, "by=arguments,c=bf16"))(TABLE))  # eagerly
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.versions
 @pytest.mark.parametrize("way", ["arguments", "modules", "operations"])
 @pytest.mark.parametrize("framework", LAYERS)

@@ -155,6 +155,7 @@ def arguments(rng):
     return x, w, scale, bias, mean, normal(rng, 8) ** 2 + 0.5
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_runs_in_float32_and_is_rounded_once(rng, norm):
     x, w, *given = arguments(rng)

@@ -312,6 +312,7 @@ class Batched(nnx.Module):
         return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [None, *WAYS[:4]])
 def test_state_of_nnx_modules_is_carried(rng, policy):
     """The running statistics, and the model's gradients, are those without `save=`."""

@@ -425,6 +425,7 @@ def waves(m, x, times):
     return x + NOTED["layer"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("by_name", [False, True], ids=["position", "keyword"])
 @pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
 @pytest.mark.usefixtures("standard_promotion")

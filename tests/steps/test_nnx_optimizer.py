@@ -66,6 +66,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.versions
 @pytest.mark.parametrize("around", [at_once, nnx.jit, by_split])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -44,6 +44,7 @@ def functions_of(framework):
     return net.apply, net.model, derivative
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.versions
 @pytest.mark.parametrize("framework", ["plain JAX", *zoo.FRAMEWORKS])
 @pytest.mark.parametrize("policy", ["c=bf16", "by=operations,c=bf16,o=f32,save=products"])

@@ -333,6 +333,7 @@ COPIES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_of_parameters_stay_in_float32(name, rng):
     plain, fields = COPIES[name]
