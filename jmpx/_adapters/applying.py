@@ -77,7 +77,8 @@ def apply_policy(
     - `by=arguments` casts the floating arguments to the compute dtype before the call.
 
     By arguments, and by operations where the policy has `o=`, floating results that are narrower
-    than the output dtype are widened to it.
+    than the output dtype are widened to it. With `save=products`, in each way, the backward pass
+    keeps the results of products alone, see `jmpx.remat`: the function is traced for that.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -97,8 +98,8 @@ def apply_policy(
 
     Warns:
         UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, if matmuls stay in float32, or if
-            arrays of a model come back rounded.
+            to cast, if something inside casts arguments again, if matmuls stay in float32, if
+            arrays of a model come back rounded, or if `save` leaves a part as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
