@@ -208,7 +208,7 @@ class Application(NamedTuple):
                 return ways[policy_map.way](policy_map, pure, state, args, kwargs)
             followed = dataclasses.replace(policy_map, save=None)
             run = functools.partial(ways[policy_map.way], followed, pure)
-            return saved(run, saving)(state, args, kwargs)
+            return saved(run, saving, self.func)(state, args, kwargs)
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
