@@ -300,7 +300,7 @@ def _with_save(text: str) -> str:
     """Returns a policy string whose backward pass keeps the results of products alone."""
     default, *rules = text.split(";", 1)
     if ":" in default:  # a rule: there is no default part
-        return f"full,save=products; {text}"
+        default, rules = "full", [f" {text}"]
     return ";".join([f"{default},save=products", *rules])
 
 
