@@ -5,7 +5,10 @@ A page that no chapter names is put into one of its own, so that no page is lost
 
 CHAPTERS = {
     "Get started": ["start", "choosing", "which_way", "train_step", "notebooks/first_steps"],
-    "Guides": ["policies", "loss_scaling", "autocast", "flags", "logging", "casts", "how_it_works"],
+    "Guides": [
+        *("policies", "loss_scaling", "autocast", "memory", "flags", "logging", "casts"),
+        "how_it_works",
+    ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
     "Models and hardware": [
         *("language_models", "reinforcement_learning", "recurrent", "odes", "derivatives"),

@@ -50,6 +50,7 @@ SUBJECTS = {
     "_jaxprs": ("A function under a policy", "which_way"),
     "_migrate": ("The migration tool", "migrate"),
     "_policies": ("Policies and policy maps", "policies"),
+    "_remat": ("Save memory", "memory"),
     "_scales": ("Loss scales", "loss_scaling"),
     "_scales/flax_states": ("Checkpoints", "checkpoints"),
     "_steps": ("Gradients and optimizer steps", "loss_scaling"),

@@ -77,7 +77,8 @@ def apply_policy(
     - `by=arguments` casts the floating arguments to the compute dtype before the call.
 
     By arguments, and by operations where the policy has `o=`, floating results that are narrower
-    than the output dtype are widened to it.
+    than the output dtype are widened to it. With `save=products`, in each way, the backward pass
+    keeps the results of products alone, see `jmpx.remat`: the function is traced for that.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -97,8 +98,8 @@ def apply_policy(
 
     Warns:
         UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, if matmuls stay in float32, or if
-            arrays of a model come back rounded.
+            to cast, if something inside casts arguments again, if matmuls stay in float32, if
+            arrays of a model come back rounded, or if `save` leaves a part as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
@@ -207,7 +208,7 @@ class Application(NamedTuple):
                 return ways[policy_map.way](policy_map, pure, state, args, kwargs)
             followed = dataclasses.replace(policy_map, save=None)
             run = functools.partial(ways[policy_map.way], followed, pure)
-            return saved(run, saving)(state, args, kwargs)
+            return saved(run, saving, self.func)(state, args, kwargs)
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs

@@ -2,7 +2,8 @@
 
 Open `README.md` beside this file first: it lists the files, follows one operation through them, and
 says how to add a rule. The table in `kinds.py` is the design. This room imports `_policies`,
-`_jaxprs` and `_base`; rules reach the interpreter through the `Operation` that they are given.
+`_remat`, `_jaxprs` and `_base`; rules reach the interpreter through the `Operation` that they are
+given.
 """
 
 # These fill the registry of rules.

@@ -293,9 +293,8 @@ def autocast(
             `jax.named_scope`, and operations (`op.exp`).
         output: "traced" gives results the dtypes that they have without autocast, None leaves them
             as they are, and a dtype casts the floating ones.
-        save: what to keep for the backward pass. None leaves that to JAX. "products" keeps the
-            results of matmuls with weights and of convolutions, and recomputes the rest.
-            "products+attention" also keeps matmuls of two activations: more memory, less time.
+        save: "products" or "products+attention": what to keep for the backward pass, see
+            `jmpx.remat`. None leaves that to the policy, and without `save` there to JAX.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is

@@ -12,11 +12,11 @@ def explain(precision: str) -> list[str]:
     """Returns the lines that tell what a policy string means; a ValueError if it is wrong."""
     mixed = get_mixed_precision(precision)
     policy_map = mixed.policy_map
-    saves = f", save={policy_map.save}" if policy_map.save else ""
     why = "by= says so" if policy_map.by else "by=modules or by=arguments would say otherwise"
     return [
         *_map_lines(policy_map),
-        f"applied by: {policy_map.way}{saves} ({why})",
+        f"applied by: {policy_map.way} ({why})",
+        *_save_lines(policy_map.save),
         _loss_scale_line(precision, mixed.loss_scale),
     ]
 
@@ -49,6 +49,14 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     if rule.is_operation:  # it has no more than the rule says
         return {key: fields[key] for key in ("compute", "matmul") if key not in inherited}
     return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
+
+
+def _save_lines(save: str | None) -> list[str]:
+    """Returns the line that says what the backward pass keeps, where the policy map says it."""
+    if save is None:
+        return []
+    which = "all products" if save == "products+attention" else "products, not attention's scores"
+    return [f"backward pass: keeps the results of {which} (save={save})"]
 
 
 def _loss_scale_line(precision: str, loss_scale: LossScale) -> str:

@@ -45,7 +45,8 @@ class PolicyMap:
         rules: the rules. If several match a call, the last one of them applies.
         by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
             "modules" or "operations"; None means operations, see `way`.
-        save: "products" or "products+attention" saves memory in each way, see `jmpx.remat`.
+        save: "products" or "products+attention": what the backward pass keeps, see `jmpx.remat`;
+            None leaves that to JAX. It goes with each `by`.
         writes_output: whether the string or the mapping of the default has `o=`, or its output
             dtype is another than its compute dtype. By operations, only then are results widened.
 
@@ -98,7 +99,8 @@ class PolicyMap:
             name: the function, as the user calls it.
 
         Raises:
-            ValueError: if the map is written for another way.
+            ValueError: if the map is written for another way, or has `save` for a function that
+                has no backward pass to change.
         """
         if self.by not in (None, way):
             raise ValueError(
@@ -110,7 +112,7 @@ class PolicyMap:
             raise ValueError(
                 f"Cannot apply save={self.save} of policy map {str(self)!r} by {name}, which has "
                 "no function whose backward pass it could change: leave save out, and wrap what is "
-                "differentiated by jmpx.remat, or give the map to jmpx.apply_policy."
+                "differentiated in jmpx.remat, or give the map to jmpx.apply_policy."
             )
         return dataclasses.replace(self, by=None, save=None)
 

@@ -29,10 +29,10 @@ class Role(enum.Enum):
     """What an equation is to the pieces of a jaxpr, and what a piece of such equations is."""
 
     ORDINARY = "it joins the equations next to it"
-    PRODUCT = "so does it, and their piece is checkpointed"
+    PRODUCT = "it joins them, too, and the piece is checkpointed"
     INSIDE = "it holds jaxprs that are cut themselves"
-    ALONE = "it is as without pieces"
-    LEFT = "so is it, because the user checkpointed it, or it has effects"
+    ALONE = "it runs outside of pieces"
+    LEFT = "it is left alone: it is the user's checkpoint, or has effects"
     LATER = "it has an effect and no results, and runs after its piece"
 
 

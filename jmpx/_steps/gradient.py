@@ -41,8 +41,8 @@ def value_and_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         policy: anything that `jmpx.apply_policy` takes, such as `"c=bf16"`, `"c=f16"`, which needs
             a dynamic loss scale, or `"full"` for float32. It casts operations, unless it says
-            `by=modules` or `by=arguments`. Its reduce dtype is the one in which gradients are
-            summed over devices.
+            `by=modules` or `by=arguments`; with `save=products`, the backward pass keeps less, see
+            `jmpx.remat`. Its reduce dtype is the one in which gradients are summed over devices.
         grad_dtype: the dtype of the gradients of floating parameters; None means the dtype of each
             parameter. With float32, 16-bit and 8-bit parameters get gradients that were not
             rounded.

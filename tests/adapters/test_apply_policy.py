@@ -78,6 +78,17 @@ def test_the_gradient_function_differentiates_it(policy, problem):
     assert_same_bits((result.value, result.grads), expected)
 
 
+@pytest.mark.parametrize("by", ["arguments", "modules"])
+def test_what_is_saved_changes_no_dtype_in_any_way(by, problem):
+    plain, saving = (f"by={by},c=bf16,o=f32{save}" for save in ("", ",save=products"))
+    results = [jmpx.apply_policy(model, policy)(*problem[:2]) for policy in (plain, saving)]
+    assert_same_bits(*results)
+    grads = [jax.grad(jmpx.apply_policy(loss_fn, policy))(*problem) for policy in (plain, saving)]
+    assert_same_bits(*grads)
+    programs = [program(jax.grad(jmpx.apply_policy(loss_fn, p)), *problem) for p in (plain, saving)]
+    assert ["jmpx_saved" in text for text in programs] == [False, True]
+
+
 def test_whatever_a_policy_is(problem):
     args = problem[:2]
     mapping = {"policy": "c=bf16", "rules": [{"select": "*/linear_1", "compute": "f32"}]}

@@ -85,13 +85,23 @@ def test_the_loss_scale_is_shown(string, line, capsys):
         "c=bf16; Linear: full": "operations (by=modules or by=arguments would say otherwise)",
         "c=bf16,by=arguments": "arguments (by= says so)",
         "by=modules,c=bf16": "modules (by= says so)",
-        "by=operations,c=bf16,save=products; */a: full": (
-            "operations, save=products (by= says so)"
-        ),
     }.items(),
 )
 def test_the_way_is_shown_and_whether_it_is_written(string, line, capsys):
     assert lines_of(capsys, string)[-2] == f"applied by: {line}"
+
+
+@pytest.mark.parametrize(
+    ("string", "by", "keeps"),
+    [
+        ("c=bf16,save=products; */a: full", "operations", "products, not attention's scores"),
+        ("by=modules,c=bf16,save=products+attention", "modules", "all products"),
+    ],
+)
+def test_what_the_backward_pass_keeps_is_shown(string, by, keeps, capsys):
+    way, saved, _ = lines_of(capsys, string)[-3:]
+    assert way.startswith(f"applied by: {by} (")
+    assert saved.startswith(f"backward pass: keeps the results of {keeps} (save=products")
 
 
 # Wrong usage

@@ -67,6 +67,14 @@ def test_a_bound_that_the_policy_holds_needs_no_rule(rng):
     assert choice.policy == f"{POLICY},save=products"
 
 
+def test_memory_is_saved_by_modules_too(rng):
+    model = eqx.nn.MLP(8, 8, 8, 3, key=jax.random.key(0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)  # noqa: E731
+    batches = [(model, normal(rng, 64, 8)) for _ in range(2)]
+    choice = choose(loss, "by=modules,c=bf16", error=0.5)(*batches)
+    assert choice.policy == "by=modules,c=bf16,save=products"
+
+
 @pytest.mark.thorough
 def test_rules_that_were_given_stay(rng):
     def loss_fn(w, x):

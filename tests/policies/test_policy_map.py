@@ -210,6 +210,9 @@ WAYS = {
         "by=operations,params=float32,compute=bfloat16,save=products",
     ),
     "by=operations,c=bf16,save=products+attention; */head: c=f32": ("operations", "by=operations,"),
+    "by=arguments,c=bf16,save=products": ("arguments", "by=arguments,"),
+    "by=modules,c=bf16,save=products+attention; Linear: full": ("modules", "by=modules,"),
+    "save=products; Linear: c=bf16": ("operations", ""),
 }
 
 

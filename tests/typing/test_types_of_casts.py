@@ -145,6 +145,28 @@ def x() -> jax.Array:
     return ones(4, 2)
 
 
+def test_remat_keeps_the_signature(x: jax.Array) -> None:
+    @jmpx.remat
+    def plain(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
+        return predict(params, x, scale=scale)
+
+    @jmpx.remat(save="products+attention")
+    def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
+        return predict(params, x, scale=scale)
+
+    assert_type(plain(make_params(), x, scale=2.0), dict[str, jax.Array])
+    assert_type(decorated(make_params(), x), dict[str, jax.Array])
+    assert_type(jmpx.remat(predict, "products")(make_params(), x), dict[str, jax.Array])
+    with pytest.raises(TypeError):
+        plain(make_params())  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        jmpx.remat(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(ValueError):
+        jmpx.remat(predict, "all")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(ValueError):
+        jmpx.remat(predict, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     @jmpx.autocast
     def plain(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:

@@ -155,7 +155,9 @@ class _Leaks:
             f"{stream.node.results[0].dtype.name} values outside of norms, softmaxes and losses "
             f"are {share:.0%} of what is saved for the backward pass."
         )
-        remedy = ("leave out the cast to float32, or compute it anew with jax.checkpoint",)
+        remedy = (
+            "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint",
+        )
         if stream.cause is not None:
             remedy = self._remedy(stream.node, stream.cause)
         return self._found(_SAVED, "medium", stream.node, message, remedy, [stream])

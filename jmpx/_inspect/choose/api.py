@@ -28,7 +28,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 
 _AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
-_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most nine
+_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most ten
 
 
 def choose(
@@ -47,7 +47,7 @@ def choose(
     Modules and scopes are ordered by what their roundings cost (see `jmpx.inspect.blame`), then the
     operations outside of them. One compiled program, whose mask says what rounds, tries sets of
     them. A part is taken if it lowers the error by more than batches differ by chance. At most
-    nine strings are then run and compiled as written, so no number in the report is an
+    ten strings are then run and compiled as written, so no number in the report is an
     estimate. Strings that overflow, or that JAX refuses, are left out and named in the notes.
 
     Args:
@@ -291,10 +291,17 @@ def _try_strings(
     written = given
     if strings.error(given) > bound:
         written = _searched(strings, new_search(), base, given, bound)
-    if strings.error(written) <= bound and base.way == "operations" and base.save is None:
+    if strings.error(written) <= bound and base.save is None:
         for text in (given, written):  # without rules, too, to see what they cost
-            default, *rules = text.split(";", 1)
-            strings.error(";".join([f"{default},save=products", *rules]))
+            strings.error(_with_save(text))
+
+
+def _with_save(text: str) -> str:
+    """Returns a policy string whose backward pass keeps the results of products alone."""
+    default, *rules = text.split(";", 1)
+    if ":" in default:  # a rule: there is no default part
+        default, rules = "full", [f" {text}"]
+    return ";".join([f"{default},save=products", *rules])
 
 
 def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
