@@ -90,7 +90,8 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     saving = get_saving(save)
     if saving is None:
         raise ValueError(
-            "Expected 'products' or 'products+attention' as save=, got None: leave jmpx.remat out."
+            "Expected 'products' or 'products+attention' as save= of jmpx.remat, got None: leave "
+            "jmpx.remat out to keep what JAX keeps."
         )
 
     def transform(
