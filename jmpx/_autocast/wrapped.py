@@ -43,6 +43,7 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
 from jmpx._policies.registry import any_class_has_a_policy
+from jmpx._remat.checkpoints import Left
 from jmpx._remat.remat import keeping_less, messages_of, saved
 from jmpx._remat.saving import Saving, get_saving
 
@@ -153,12 +154,9 @@ def evaluated(
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     follows_paths = is_loss or has_norms(traced.jaxpr)
     ends = Ends(is_exposed, multiplied=() if follows_paths else None, has_data=is_loss)
-    jaxpr, left = traced.jaxpr, frozenset()
-    # Nothing differentiates an eager call.
-    if save is not None and any(
-        isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *jaxpr.consts)
-    ):
-        jaxpr, left = keeping_less(jaxpr, save)
+    jaxpr, left, arrays = traced.jaxpr, Left(), (*traced.arrays, *traced.jaxpr.consts)
+    if save is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
+        jaxpr, left = keeping_less(jaxpr, save)  # nothing differentiates an eager call
     # What runs in 16 bits now, and was traced in float32, has a derivative of its own.
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
