@@ -251,7 +251,7 @@ class _Options(TypedDict, total=False):
     """The options of `autocast`."""
 
     output: DTypeLike | None
-    save: Literal["products", "products+attention"] | None
+    save: Literal["products", "products+mixed", "products+attention"] | None
 
 
 @overload
@@ -271,7 +271,7 @@ def autocast(
     policy: PolicyMapLike = "compute=bf16",
     *,
     output: DTypeLike | None = "traced",
-    save: Literal["products", "products+attention"] | None = None,
+    save: Literal["products", "products+mixed", "products+attention"] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
@@ -292,8 +292,8 @@ def autocast(
             `jax.named_scope`, and operations (`op.exp`).
         output: "traced" gives results the dtypes that they have without autocast, None leaves them
             as they are, and a dtype casts the floating ones.
-        save: "products" or "products+attention": what to keep for the backward pass, see
-            `jmpx.remat`. None leaves that to the policy, and without `save` there to JAX.
+        save: "products", "products+mixed" or "products+attention": what to keep for the backward
+            pass, see `jmpx.remat`. None leaves that to the policy, and without `save` there to JAX.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is

@@ -20,7 +20,8 @@ from jmpx._base.messages import describe, did_you_mean
 
 T_co = TypeVar("T_co", covariant=True)
 
-SAVES = ("products", "products+attention")  # the words for `save`, in a policy and elsewhere
+# The words for `save`, in a policy and elsewhere.
+SAVES = ("products", "products+mixed", "products+attention")
 
 
 class Located(NamedTuple, Generic[T_co]):

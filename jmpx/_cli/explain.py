@@ -55,7 +55,11 @@ def _save_lines(save: str | None) -> list[str]:
     """Returns the line that says what the backward pass keeps, where the policy map says it."""
     if save is None:
         return []
-    which = "all products" if save == "products+attention" else "products, not attention's scores"
+    which = {
+        "products": "products, but none of two activations",
+        "products+mixed": "products, but not attention's scores",
+        "products+attention": "all products",
+    }[save]
     return [f"backward pass: keeps the results of {which} (save={save})"]
 
 

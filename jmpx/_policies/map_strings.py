@@ -50,8 +50,9 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
 
     Semicolons separate the parts. The part without a selector is the default: the policy of the
     outermost call as a whole, float32 if left out. `jmpx.apply_policy` and the gradient functions
-    cast operations by it, unless it says `by=modules` or `by=arguments`. `save=products` or
-    `save=products+attention` saves memory in the backward pass, with each `by`; see `jmpx.remat`.
+    cast operations by it, unless it says `by=modules` or `by=arguments`. `save=products`,
+    `products+mixed` or `products+attention` saves memory in the backward pass, with each `by`; see
+    `jmpx.remat`.
 
     Every other part is a rule, `selector: policy`. A selector is a class name such as `BatchNorm`
     or `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which contains `/` or `*`;

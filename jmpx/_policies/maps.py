@@ -45,8 +45,8 @@ class PolicyMap:
         rules: the rules. If several match a call, the last one of them applies.
         by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
             "modules" or "operations"; None means operations, see `way`.
-        save: "products" or "products+attention": what the backward pass keeps, see `jmpx.remat`;
-            None leaves that to JAX. It goes with each `by`.
+        save: "products", "products+mixed" or "products+attention": what the backward pass keeps,
+            see `jmpx.remat`; None leaves that to JAX. It goes with each `by`.
         writes_output: whether the string or the mapping of the default has `o=`, or its output
             dtype is another than its compute dtype. By operations, only then are results widened.
 

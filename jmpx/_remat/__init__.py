@@ -28,9 +28,9 @@ How a jaxpr is cut:
   derivative rule outside of `jax.jit` share nothing: JAX makes a new rule for each call.
 - A last product whose results leave and are larger than what it reads, such as logits, is in no
   piece: the backward pass begins with their cotangent.
-- A product of two activations, as those of an attention, is saved if the result is no larger than
-  the larger operand: the weighted values are, the scores are not. One of a batch of weights, such
-  as the experts of a layer, is saved in any case: only one operand is an activation.
+- A product of a batch of weights, such as the experts of a layer, is one of which one operand is no
+  activation: it is saved. Of two activations, `products+mixed` saves a product that is no larger
+  than the larger operand: the weighted values of an attention are, the scores are not.
 - A policy of a checkpoint sees a product as it runs, which a `jax.vmap` around the function has
   changed. So what is saved gets a name (`checkpoint_name`), and the policy asks for names. It also
   asks for shapes, as derivative rules of the user hold products that no jaxpr shows.

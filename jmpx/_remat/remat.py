@@ -28,7 +28,7 @@ _UNREAD = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 F = TypeVar("F", bound=Callable[..., Any])
-Words = Literal["products", "products+attention"]
+Words = Literal["products", "products+mixed", "products+attention"]
 
 
 @overload
@@ -51,10 +51,10 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
 
     Args:
         fn: any function of pytrees, such as a loss or a model; None to decorate with arguments.
-        save: "products" keeps the results of matmuls with weights, of convolutions, of experts, and
-            of matmuls of two activations that are no larger than the larger of these, as the
-            weighted values of an attention are. "products+attention" keeps those of all matmuls:
-            more memory, less time.
+        save: "products" keeps the results of matmuls with weights, of convolutions and of experts.
+            "products+mixed" also keeps those of matmuls of two activations that are no larger than
+            the larger of these, as the weighted values of an attention are, and
+            "products+attention" those of all matmuls: more memory, less time.
 
     Returns:
         A function with the arguments and results of `fn`.
@@ -90,8 +90,8 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     saving = get_saving(save)
     if saving is None:
         raise ValueError(
-            "Expected 'products' or 'products+attention' as save= of jmpx.remat, got None: leave "
-            "jmpx.remat out to keep what JAX keeps."
+            "Expected 'products', 'products+mixed' or 'products+attention' as save= of jmpx.remat, "
+            "got None: leave jmpx.remat out to keep what JAX keeps."
         )
 
     def transform(

@@ -18,7 +18,8 @@ from jmpx._remat.residuals import SAVED, keeps_residuals
 class Saving(NamedTuple):
     """What the backward pass keeps of a jaxpr."""
 
-    attention: bool = False  # whether all products of two activations are saved
+    mixed: bool = False  # whether products of two activations are saved that are small
+    attention: bool = False  # whether all of them are
     is_cast_later: bool = False  # whether autocast evaluates the jaxpr, which makes 16 bits of 32
     turns: int = 0  # how often scans run the jaxpr; 0 outside of all
     # Which of its last operands depend on a product or are carried by a loop.
@@ -27,7 +28,9 @@ class Saving(NamedTuple):
     @property
     def policy(self) -> Callable[..., bool]:
         """What `jax.checkpoint` takes as its policy."""
-        return _saves_all_products if self.attention else _saves_products
+        if self.attention:
+            return _saves_all_products
+        return _saves_small_products if self.mixed else _saves_products
 
 
 def get_saving(save: object, is_cast_later: bool = False) -> Saving | None:
@@ -36,14 +39,16 @@ def get_saving(save: object, is_cast_later: bool = False) -> Saving | None:
         return None
     if not isinstance(save, str) or save not in SAVES:
         near = did_you_mean(save, [*SAVES]) if isinstance(save, str) else "."
-        words = " or ".join(map(repr, SAVES))
+        words = ", ".join(map(repr, SAVES[:-1])) + f" or {SAVES[-1]!r}"
         raise ValueError(f"Expected None, {words} as save=, got {describe(save)}{near}")
-    return Saving(save == "products+attention", is_cast_later)
+    return Saving(save == "products+mixed", save == "products+attention", is_cast_later)
 
 
 def holds_saved(equation: Equation, saving: Saving) -> bool:
     """Whether something in an equation is saved, if what it reads are activations."""
-    return holds(equation, _holds_any if saving.attention else _holds_small)
+    if saving.attention:
+        return holds(equation, _holds_any)
+    return holds(equation, _holds_small if saving.mixed else _is_saved)
 
 
 def holds_product(equation: Equation) -> bool:
@@ -55,13 +60,13 @@ def is_named(equation: Equation, saving: Saving, active: Collection[Atom]) -> bo
     """Whether the result of an equation is saved, given the activations of its jaxpr.
 
     Of matrix products with dimensions of a batch, that are those of one activation and a batch of
-    weights; those of two activations only if they are small, or if all are to be saved.
+    weights, and of those of two activations what `save` says.
     """
     primitive, params, atoms = equation.primitive, equation.params, equation.invars
     if is_batched_product(equation):
         count = sum(atom in active for atom in variables(equation))
-        is_any = saving.attention or _is_small(params, atoms)
-        return _can_be_saved(atoms) and (count == 1 or (count == 2 and is_any))
+        is_chosen = saving.attention or (saving.mixed and _is_small(params, atoms))
+        return _can_be_saved(atoms) and (count == 1 or (count == 2 and is_chosen))
     return _is_weight_product(primitive, params, atoms)
 
 
@@ -133,13 +138,18 @@ def _saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     """Whether a checkpoint saves the results of an operation: its policy."""
     if primitive.name == "name":
         return params["name"] == SAVED
-    if primitive.name == "dot_general" and _is_batched(params, avals):
-        return _can_be_saved(avals) and _is_small(params, avals)
     return _is_weight_product(primitive, params, avals)
 
 
+def _saves_small_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """The same, of small products of two activations, too."""
+    if primitive.name == "dot_general" and _is_batched(params, avals):
+        return _can_be_saved(avals) and _is_small(params, avals)
+    return _saves_products(primitive, *avals, **params)
+
+
 def _saves_all_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """The same, of the products of two activations, too."""
+    """The same, of all products of two activations, too."""
     if primitive.name == "dot_general" and _is_batched(params, avals):
         return _can_be_saved(avals)
     return _saves_products(primitive, *avals, **params)

@@ -145,7 +145,7 @@ def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy)
 @given(
     programs,
     st.sampled_from(["c=bf16", "c=f16", "by=arguments,c=bf16", "full"]),
-    st.sampled_from(["", "+attention"]),
+    st.sampled_from(["", "+mixed", "+attention"]),
 )
 @settings(max_examples=15 if settings().derandomize else 200, deadline=None)
 def test_what_the_backward_pass_keeps_changes_no_bit(program, policy, word):

@@ -94,7 +94,7 @@ def test_the_way_is_shown_and_whether_it_is_written(string, line, capsys):
 @pytest.mark.parametrize(
     ("string", "by", "keeps"),
     [
-        ("c=bf16,save=products; */a: full", "operations", "products, not attention's scores"),
+        ("c=bf16,save=products; */a: full", "operations", "products, but none of two activations"),
         ("by=modules,c=bf16,save=products+attention", "modules", "all products"),
     ],
 )

@@ -224,7 +224,7 @@ def test_the_way_is_written_or_operations(text):
     written = str(policy_map)
     assert written == start if "params" in start else written.startswith(f"{start}params=")
     assert str(jmpx.get_policy_map(written)) == written
-    for word in ("products", "products+attention"):
+    for word in ("products", "products+mixed", "products+attention"):
         assert (policy_map.save == word) == (f"save={word};" in f"{text};")
     for same in (str(policy_map), policy_map.to_dict(), pickle.loads(pickle.dumps(policy_map))):
         assert jmpx.get_policy_map(same) == policy_map

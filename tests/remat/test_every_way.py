@@ -293,7 +293,11 @@ def test_what_remat_leaves_is_told(rng):
     [
         ((3,), TypeError, "Expected a function whose backward pass keeps less, got 3"),
         ((blocks, "product"), ValueError, "did you mean 'products'"),
-        ((blocks, None), ValueError, "Expected 'products' or 'products.attention' as save="),
+        (
+            (blocks, None),
+            ValueError,
+            "Expected 'products', 'products.mixed' or 'products.attention' as save=",
+        ),
     ],
 )
 def test_what_remat_refuses(arguments, error, text):

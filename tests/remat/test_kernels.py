@@ -237,11 +237,10 @@ def test_residuals(transformer):
     ratios = {way: bytes_ / kept["float32"] for way, bytes_ in kept.items()}
     assert ratios["autocast"] < 0.66
     assert ratios[SAVED] < 0.16
-    # Of each block the two activations between pieces, what the first products of its halves made,
-    # and the weighted values of the attention; of the head the scores, which the loss reads in
-    # float32, and the labels.
+    # Of each block the two activations between pieces, and what the first products of its halves
+    # made; of the head the scores, which the loss reads in float32, and the labels.
     tokens, width = 8 * 128, 256
-    blocks, head = 4 * tokens * (2 + 3 + 4 + 1) * width * 2, tokens * 64 * 4 + tokens * 4
+    blocks, head = 4 * tokens * (2 + 3 + 4) * width * 2, tokens * 64 * 4 + tokens * 4
     assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens
 
 

@@ -102,7 +102,7 @@ SHARED = ("branches", "recurrence")
 
 # Equations that hold a jaxpr, names, which compute nothing, and casts, which each piece makes.
 _AROUND = {"jit", "remat2", "custom_vjp_call", "convert_element_type", "copy", "name"}
-SAVES: list[Any] = ["products", "products+attention"]
+SAVES: list[Any] = ["products", "products+mixed", "products+attention"]
 
 
 def dtypes_of_operations(fn, *args):
@@ -123,7 +123,7 @@ def dtypes_of_operations(fn, *args):
 def test_nothing_changes(rng, name):
     """Only under XLA's optimizations do gradients differ, by the order of float32 sums."""
     apply, params, x, labels = MODELS[name](rng)
-    policy, save = rng.choice(list(LOW_DTYPES)), SAVES[len(name) % 2]
+    policy, save = rng.choice(list(LOW_DTYPES)), SAVES[len(name) % 3]
 
     def loss_of(**options):
         cast = jmpx.autocast(apply, policy, **options)
@@ -438,7 +438,7 @@ def test_products_of_experts_are_saved(rng):
 
     model = lambda weights: experts(x @ w, *weights)  # noqa: E731
     (plain, saving), (count, more) = grads_of(model, weights, SAVES[:1])
-    assert more == count  # what is sent to experts is a product of activations, and a small one
+    assert more == count + 1  # what is sent to experts is a product of activations
     assert_same_bits(saving, plain)
 
 
@@ -458,14 +458,15 @@ def dotted(x, w):
 @pytest.mark.parametrize(
     "block", [attention_in_parts, pytest.param(dotted, marks=pytest.mark.thorough)]
 )
-def test_scores_of_attention_are_made_again_unless_they_are_saved(block, rng):
+def test_products_of_attention_are_made_again_unless_they_are_saved(block, rng):
     x, weights = normal(rng, 2, 6, 4), [normal(rng, 4, 4, 4) / 2]
 
     def model(weights):
         return functools.reduce(block, weights, x)
 
     (wanted, *found), counts = grads_of(model, weights)
-    assert counts == [counts[0], counts[0] + 1, counts[0]]  # the scores, not the weighted values
+    more = np.subtract(counts, counts[0]).tolist()
+    assert more in ([0, 2, 1, 0], [0, 1, 1, 0])  # a jitted attention has its values' product once
     for got in found:
         assert_same_bits(got, wanted)
 
