@@ -125,8 +125,9 @@ def evaluated(
     if output == "traced" and fact(AUTOCAST) == key:
         return pure(state, *args, **kwargs)
     policy_map = _followed(policy_map)
+    user = args[0] if pure.fn is apply else pure.fn
     if is_loss and _casts_nothing(policy_map):  # a trace would refuse some, such as `if x > 0`
-        run = pure if save is None else saved(pure, save._replace(is_cast_later=False))
+        run = pure if save is None else saved(pure, save._replace(is_cast_later=False), user)
         return run(state, *args, **kwargs)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting())
@@ -136,7 +137,7 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    name = traced_name(args[0] if pure.fn is apply else pure.fn)
+    name = traced_name(user)
     with fact_set(AUTOCAST, key), products, tracing_explained(by, name), summed_in_float32():
         traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
