@@ -21,6 +21,6 @@ What holds while a program runs:
 - `added_rules.py`: rules that every policy map gets while a program is traced again.
 - `frameworks.py` and `modules.py`: what an adapter of a framework offers to the files of this room.
 
-It may import `_base`, `_jaxprs`, and of `_remat` the words of `save=`. Casts at the calls of
-modules are in `_adapters`, those of operations in `_autocast`.
+It may import `_base` and `_jaxprs`. Casts at the calls of modules are in `_adapters`, those of
+operations in `_autocast`.
 """
