@@ -171,7 +171,7 @@ def messages_of(left: Left) -> Iterator[str]:
         places = ", ".join(sorted(str(place) for place in left if place is not None))
         yield (
             f"save= leaves a part of the function as it is{places and f' ({places})'}, because it "
-            "is under jax.checkpoint, has effects such as a callback, or takes a gradient itself: "
-            "leave the checkpoint out, move the effects out of it, or differentiate what save= is "
-            "given to, as in jax.grad(jmpx.remat(f))."
+            "is under jax.checkpoint or jmpx.remat, has effects such as a callback, or takes a "
+            "gradient itself: leave the checkpoint out, move the effects out of it, or "
+            "differentiate what save= is given to, as in jax.grad(jmpx.remat(f))."
         )
