@@ -11,6 +11,9 @@ trace_ms: processor time until the gradients of 24 layers are traced, the blocks
 scanned, with and without autocast in turns; medians, and their ratio. That of save= is to a float32
 model with one jax.checkpoint around it, because checkpoints are what takes the time. Where each
 block is marked by hand, JAX traces one block and finds it again.
+Of `marked blocks`: the same of c=bf16,save=products, which casts operations, and of by=arguments
+with it, over bfloat16 by hand with each block marked; the least of each, without JAX's caches, as a
+process that traces once pays it.
 Of `by hand`: the same with the model and the loss under `c=bf16`, which casts operations, over
 bfloat16 by hand, whose norms and softmax are float32 islands.
 first_use_ms: the same in fresh processes of which it is the first trace, so that it includes what
@@ -19,6 +22,7 @@ jmpx imports then; medians of five.
 
 import dataclasses
 import functools
+import gc
 import os
 import statistics
 import subprocess
@@ -36,6 +40,7 @@ from models import SAVEABLE, Transformer, cross_entropy
 
 import jmpx
 
+BY_ARGUMENTS = "by=arguments,c=bf16,o=f32,save=products"
 PyTree = Any
 Loss = Callable[[PyTree], jax.Array]  # of the parameters
 
@@ -50,6 +55,7 @@ def losses(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> dict[str, 
     def in_bfloat16(params: PyTree, x: jax.Array) -> jax.Array:
         return model.apply(*jmpx.cast_tree((params, x), jnp.bfloat16))
 
+    with_islands = dataclasses.replace(model, islands=True)
     # As Grampax does: the operands of products are cast, and the results are cast back.
     grampax = jmpx.autocast(model.apply, "full; op.dot_general: bfloat16")
     return {
@@ -58,6 +64,7 @@ def losses(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> dict[str, 
         "grampax": loss_of(grampax),
         "autocast": loss_of(jmpx.autocast(model.apply)),
         "autocast, save": loss_of(jmpx.autocast(model.apply, save="products")),
+        "arguments, save": loss_of(jmpx.apply_policy(with_islands.apply, BY_ARGUMENTS)),
     }
 
 
@@ -81,8 +88,11 @@ def dot_operands(loss_fn: Loss, params: PyTree) -> dict[str, int]:
     return count_dots(step.lower(lowering_platforms=("cuda",)))
 
 
-def trace_seconds(loss_fn: Loss, params: PyTree) -> float:
+def trace_seconds(loss_fn: Loss, params: PyTree, is_first: bool = False) -> float:
     """Returns the seconds of the processor until the gradients are traced."""
+    if is_first:
+        jax.clear_caches()
+        gc.collect()
     start = time.process_time()
     # A new function, which JAX's caches do not know.
     jax.jit(jax.value_and_grad(lambda params: loss_fn(params))).trace(params)
@@ -101,6 +111,41 @@ def over_by_hand(layers: int) -> tuple[dict[str, Loss], PyTree]:
         return loss_of(*jmpx.cast_tree((params, x), jnp.bfloat16), labels)
 
     return {"by hand": by_hand, "default": lambda params: by_default(params, x, labels)}, params
+
+
+def over_marked_blocks(layers: int, scanned: bool) -> tuple[dict[str, Loss], PyTree]:
+    """Returns the losses by hand, whose blocks are marked, and with save=, and their parameters."""
+    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
+    params, rng = model.init(np.random.default_rng(0)), np.random.default_rng(0)
+    x, labels = model.batch(rng, 2, 16)
+    with_islands = dataclasses.replace(model, islands=True)
+    marked = dataclasses.replace(with_islands, checkpointed=True)
+    operations = jmpx.apply_policy(model.loss, "c=bf16,save=products")
+    arguments = jmpx.apply_policy(with_islands.loss, BY_ARGUMENTS)
+
+    def by_hand(params: PyTree) -> jax.Array:
+        return marked.loss(*jmpx.cast_tree((params, x), jnp.bfloat16), labels)
+
+    ways: dict[str, Loss] = {"by hand": by_hand}
+    ways["operations"] = lambda params: operations(params, x, labels)
+    ways["arguments"] = lambda params: arguments(params, x, labels)
+    return ways, params
+
+
+def measure_over_marked(layers: int, scanned: bool, rounds: int) -> records.Record:
+    ways, params = over_marked_blocks(layers, scanned)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, seconds in times.items():
+            seconds.append(1000 * trace_seconds(ways[name], params, is_first=True))
+    by_hand, operations, arguments = (min(found[1:]) for found in times.values())
+    return {
+        "by_hand_trace_ms": round(by_hand),
+        "trace_ms": round(operations),
+        "ratio": round(operations / by_hand, 2),
+        "arguments_trace_ms": round(arguments),
+        "arguments_ratio": round(arguments / by_hand, 2),
+    }
 
 
 def measure_over_by_hand(layers: int, rounds: int) -> records.Record:
@@ -139,6 +184,10 @@ def measure(way: str, small: bool = False) -> records.Record:
     rng = np.random.default_rng(0)
     if way in BY_HAND:
         return measure_over_by_hand(1 if small else BY_HAND[way], 1 if small else ROUNDS)
+    if way in MARKED_BLOCKS:
+        layers, scanned = MARKED_BLOCKS[way]
+        rounds = 1 if small else ROUNDS
+        return measure_over_marked(2 if small else layers, scanned, rounds)
     if way in FIRST_USE:
         return measure_first_use(FIRST_USE[way], 1 if small else 5)
     if way in SCANNED:
@@ -189,9 +238,11 @@ def measure_trace(
 ROUNDS = 7  # of the trace times
 SCANNED = {"24 layers": False, "24 layers, scanned": True}
 BY_HAND = {f"{layers} layers, by hand": layers for layers in (12, 24, 96)}
+MARKED_BLOCKS = {f"{layers} layers, marked blocks": (layers, False) for layers in (12, 48, 96)}
+MARKED_BLOCKS["24 layers, scanned, marked blocks"] = (24, True)
 FIRST_USE = {f"first use, {layers} layers": layers for layers in (1, 4, 12)}
-LOSSES = ("float32", "bfloat16", "grampax", "autocast", "autocast, save")
-WAYS = (*LOSSES, *SCANNED, *BY_HAND, *FIRST_USE)
+LOSSES = ("float32", "bfloat16", "grampax", "autocast", "autocast, save", "arguments, save")
+WAYS = (*LOSSES, *SCANNED, *BY_HAND, *MARKED_BLOCKS, *FIRST_USE)
 POINTS = [{"way": way} for way in WAYS]
 
 if __name__ == "__main__":

@@ -36,15 +36,17 @@ ALL_DOTS = "by hand, marked blocks, all dots"
 PEERS = ("JMP", "MPX", "gradient functions")
 FEW = ("float32", "by hand", MARKED[0], "autocast, save")
 MAIN = (*FEW, "autocast, save attention", "autocast", *MARKED[1:], "by hand, low scores", ALL_DOTS)
+BY_ARGUMENTS = ("arguments, save", "arguments, save mixed", "arguments, save attention")
+WRITTEN_OUT = (*MAIN, "autocast, save mixed", *BY_ARGUMENTS)
 SKIPS = ("by hand", "by hand, cond", *(f"gradient functions, {by}" for by in ("where", "cond")))
 
 # Chip, model, layers, batch, whether scanned, dtype, ways, and what these points show.
 GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...], str]] = [
-    ("H100", "vit", 4, 64, False, "bfloat16", (*MAIN, *PEERS), "memory against time"),
+    ("H100", "vit", 4, 64, False, "bfloat16", (*WRITTEN_OUT, *PEERS), "memory against time"),
     ("H100", "vit", 4, 64, False, "float16", (*SKIPS, *PEERS), "what scaling and skipping add"),
     ("H100", "vit", 2, 2, False, "float16", (*SKIPS, PEERS[-1]), "where the state dominates"),
     ("H100", "vit", 12, 64, True, "bfloat16", (*MAIN, *CARRIES), "what a scan keeps"),
-    ("H100", "long_byte_model", 4, 16, False, "bfloat16", MAIN, "attention over 1,024 tokens"),
+    ("H100", "long_byte_model", 4, 16, False, "bfloat16", WRITTEN_OUT, "1,024 tokens"),
     ("A100", "vit", 4, 64, False, "bfloat16", MAIN[:6], "without estimates"),
 ]
 KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")

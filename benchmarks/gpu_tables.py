@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpu_compile import KEY, RESULTS as RESULTS
+from gpu_compile import BY_ARGUMENTS, KEY, RESULTS as RESULTS
 from records import Record, table
 from tpu_tables import WAYS
 
@@ -20,6 +20,7 @@ NUMBERS = "peak, MiB", "over by hand", "estimate, ms", "over by hand", "kernels"
 VISITED = ("float32", "by hand", "MPX", "autocast")
 VISITED += ("by hand, marked blocks", "autocast, save")
 VISITED += ("by hand, marked blocks, all dots", "autocast, save attention")
+MORE = ("autocast, save mixed", *BY_ARGUMENTS)
 SHOWN = {
     "ViT": ("H100", "vit", 4, 64, False, "bfloat16"),
     "language model": ("H100", "long_byte_model", 4, 16, False, "bfloat16"),
@@ -36,12 +37,12 @@ def costs(found: list[Record]) -> str:
     return table(("GPU compiler", "the step", *NUMBERS), rows)
 
 
-def short(found: list[Record]) -> str:
-    """Returns memory against time of the steps in bfloat16 that are written out, for visitors."""
+def short(found: list[Record], *more: str) -> str:
+    """Returns memory against time of the bfloat16 steps that are written out, for visitors."""
     lines = {(*group(one), one["way"]): one for one in found if one["benchmark"] == "gpu_compile"}
     header = [f"{name}, {number}" for name in SHOWN for number in ("MiB", "peak", "time")]
     rows = []
-    for way in VISITED:
+    for way in (*VISITED, *more):
         row = [NAMES[way]]
         for shown in SHOWN.values():
             one, by_hand = lines.get((*shown, way)), lines[*shown, "by hand"]

@@ -73,6 +73,14 @@ def float32(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
     return steps.handwritten(model, "float32", optimizer)
 
 
+def by_arguments(
+    model: Transformer, dtype: str, optimizer: steps.Optimizer, save: str = "products"
+) -> Step:
+    """The transformer with its islands, whose arguments jmpx casts, and where it keeps less."""
+    policy = f"by=arguments,compute={dtype},save={save}"
+    return steps.jmpx_style(model, dtype, optimizer, policy=policy)
+
+
 autocast = steps.autocast_style
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
 MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
@@ -92,11 +100,15 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "MPX": (steps.mpx_style, {}),
     "module policies": (by_modules, {}),
     "gradient functions": (steps.jmpx_style, {}),
+    "arguments, save": (by_arguments, {}),
+    "arguments, save mixed": (partial(by_arguments, save="products+mixed"), {}),
+    "arguments, save attention": (partial(by_arguments, save="products+attention"), {}),
     "gradient functions, where": (skipping("where"), {}),
     "gradient functions, cond": (skipping("cond"), {}),
     "autocast": (autocast, {}),
     "autocast, marked blocks": (autocast, MARKED),
     "autocast, save": (partial(autocast, save="products"), {}),
+    "autocast, save mixed": (partial(autocast, save="products+mixed"), {}),
     "autocast, save attention": (partial(autocast, save="products+attention"), {}),
     "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), {}),
     "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), MARKED),

@@ -30,7 +30,9 @@ from steps import Step
 import jmpx
 
 RESULTS = records.RESULTS / "over_by_hand.jsonl"
-POLICY = f"c={LOW}"
+CARRY = "; op.scan: bf16"  # a scan hands bfloat16 on
+POLICIES = ("c=bf16", f"c=bf16{CARRY}", "c=bf16,save=products", f"c=bf16,save=products{CARRY}")
+POLICIES += ("c=bf16,save=products+mixed", f"c=bf16,save=products+mixed{CARRY}")
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -49,14 +51,13 @@ def by_hand(loss_fn: Loss) -> Loss:
     return low
 
 
-def policy(rules: str) -> Callable[[Loss], Loss]:
-    return lambda loss_fn: jmpx.apply_policy(loss_fn, POLICY + rules)
+def policy(text: str) -> Callable[[Loss], Loss]:
+    return lambda loss_fn: jmpx.apply_policy(loss_fn, text)
 
 
 WAYS: dict[str, Callable[[Loss], Loss]] = {
     "by hand": by_hand,
-    "c=bf16": policy(""),
-    "c=bf16; op.scan: bf16": policy("; op.scan: bf16"),
+    **{text: policy(text) for text in POLICIES},
 }
 CHIPS = {"H100": gpu.on, "v5e": tpu.chip}
 

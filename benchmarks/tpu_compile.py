@@ -46,6 +46,7 @@ MAIN = (*BARS, "MPX")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
 LOW_SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
 REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
+MIXED = "autocast, save mixed"
 WITH_LOSS = "autocast, save, with the loss"
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 
@@ -63,7 +64,9 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
     ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
-    ("vit", 6, 64, "one", False, ("autocast, save attention",), "memory against time"),
+    ("vit", 6, 64, "one", False, (MIXED, "autocast, save attention"), "memory against time"),
+    ("byte_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
+    ("language_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
     ("vit", 6, 64, "one", False, LOW_SCORES, "scores scaled in bfloat16: less is kept by hand"),
     ("byte_model", 6, 16, "one", False, (LOW_SCORES[0], MARKED[1]), "as ViT's"),
     ("language_model", 6, 16, "one", False, (*LOW_SCORES, MARKED[1]), "as ViT's"),

@@ -117,7 +117,7 @@ def test_bars_and_tables():
     assert rows[f"{start} by hand"] == ("0.55", "≤ 0.54", "**no**")
     assert rows[f"{start} float32"] == ("0.275", "≤ 0.44", "yes")
     text = tpu_tables.short(found)
-    assert '| `jmpx.autocast(..., save="products")` | 55 |' in text
+    assert "| `c=bf16,save=products` | 55 |" in text
 
 
 @pytest.mark.slow  # a compiler of its own
