@@ -35,22 +35,19 @@ def sunk(jaxpr: Jaxpr) -> Jaxpr:
         if _is_cast(eqn) and eqn.invars[0] in inputs:
             casts[eqn.outvars[0]] = eqn
             continue
-        inside: dict[int, Equation] = {}
-        operands = list(eqn.invars)
-        for i, atom in enumerate(eqn.invars):
-            if core.is_literal(atom) or atom not in casts:
-                continue
-            if _takes(eqn, i):
-                inside[i] = casts[atom]
-                continue
-            operands[i] = type(atom)(atom.aval)
-            cast = casts[atom].replace(outvars=[operands[i]])
+        read = {i: a for i, a in enumerate(eqn.invars) if not core.is_literal(a) and a in casts}
+        inside = {i: casts[atom] for i, atom in read.items() if _takes(eqn, i)}
+        outside = {atom: type(atom)(atom.aval) for i, atom in read.items() if i not in inside}
+        for atom, new in outside.items():
+            cast = casts[atom].replace(outvars=[new])
             # In the scopes of the reader, so that layers stay alike.
             eqns.append(core.with_stack(cast, core.marked_stack_of(eqn)))
-        eqn = eqn if operands == eqn.invars else eqn.replace(invars=operands)
+        if outside:
+            operands = [a if core.is_literal(a) else outside.get(a, a) for a in eqn.invars]
+            eqn = eqn.replace(invars=operands)
         eqns.append(_casting(eqn, inside) if inside else eqn)
-    read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
-    eqns += (cast for var, cast in casts.items() if var in read)
+    returned = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
+    eqns += (cast for var, cast in casts.items() if var in returned)
     return replaced(jaxpr, eqns=eqns) if casts else jaxpr
 
 
