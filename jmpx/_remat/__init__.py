@@ -25,7 +25,7 @@ How a jaxpr is cut:
 - Where a block repeats, as a layer does, there is one cut in each, always at the same place, and
   such pieces are equal, so that they share a jaxpr, of which JAX keeps the derivative. Scopes that
   are around a whole piece, such as a layer's name, are around its equation. Layers that call a
-  function with a derivative rule outside of `jax.jit` share nothing: JAX makes a rule for each call.
+  function with a derivative rule outside of `jax.jit` share nothing: JAX makes one for each call.
 - A last product whose results leave and are larger than what it reads, such as logits, is in no
   piece: the backward pass begins with their cotangent.
 - A product of a batch of weights, such as the experts of a layer, is one of which one operand is no
