@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-import jax.numpy as jnp
-
+from jmpx._base.leaves import is_floating_dtype
 from jmpx._jaxprs import core
 from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -220,26 +219,27 @@ def find_lives(
 
     Operands of the jaxpr are none: what reads them keeps them, wherever it is cut.
     """
-    made: dict[Atom, Life] = {}
+    made: dict[Atom, tuple[int, int, bool]] = {}  # where, of how many bytes, and if it is saved
+    ends: dict[Atom, int] = {}
     sizes = [0] * len(equations)
     for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
         if role is Role.LATER:
             continue
-        read = [var for var in variables(equation) if var in made]
-        made.update((var, made[var]._replace(end=i)) for var in read)
+        ends.update((var, i) for var in variables(equation))
         if role is not Role.ORDINARY or any(var in active for var in equation.outvars):
-            is_one = not core.inner_jaxprs(equation.params) or keeps_residuals(equation)
-            is_product = role is Role.PRODUCT and is_one
-            made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
-            sizes[i] = sum(map(_size, equation.outvars))
-    bound = max((life.size for life in made.values()), default=0) / 100
-    lives = [life for life in made.values() if life.size > bound and life.end > life.start]
-    return lives, sizes
+            is_product = role is Role.PRODUCT
+            if is_product and core.inner_jaxprs(equation.params):
+                is_product = keeps_residuals(equation)
+            made.update((var, (i, _size(var), is_product)) for var in equation.outvars)
+            sizes[i] = sum(made[var][1] for var in equation.outvars)
+    bound = max((size for _, size, _ in made.values()), default=0) / 100
+    large = [(var, *each) for var, each in made.items() if each[1] > bound and var in ends]
+    return [Life(start, ends[var], size, is_saved) for var, start, size, is_saved in large], sizes
 
 
 def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is None or not is_floating_dtype(dtype):
         return 0
     return math.prod(map(length, atom.aval.shape)) * dtype.itemsize
 
