@@ -80,7 +80,10 @@ class Interpreter:
         if not pieces:
             self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         for repeats, piece in pieces:
-            (self._run_shared if repeats else self._run_piece)(frame, piece)
+            if repeats:
+                self._run_shared(frame, piece)
+            else:
+                self._run(frame, piece.equations)
             for var in piece.last:
                 env.pop(var, None)
         return [frame.read(atom) for atom in jaxpr.outvars]
@@ -123,9 +126,6 @@ class Interpreter:
         around = scope, region, override
         operation = Operation(equation, values, self, *around, neighbours, read, is_single)
         return pending.read(operation) if frame.has_norms else operation
-
-    def _run_piece(self, frame: _Frame, piece: Piece) -> None:
-        self._run(frame, piece.equations)
 
     def _run_shared(self, frame: _Frame, piece: Piece) -> None:
         """Runs a piece as a jitted function, as that of one that is alike if there is."""
