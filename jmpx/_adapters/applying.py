@@ -36,7 +36,7 @@ from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
-from jmpx._remat.remat import saved
+from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
 from jmpx._scales.mixed_precision import MixedPrecisionLike, policy_map_of
 
@@ -203,12 +203,12 @@ class Application(NamedTuple):
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`
 
                 stack.enter_context(island(self.policy_map, (args, kwargs, pure.objects)))
-            policy_map, saving = self.policy_map, get_saving(self.policy_map.save)
-            if policy_map.way == "operations" or saving is None:  # operations are traced anyway
-                return ways[policy_map.way](policy_map, pure, state, args, kwargs)
-            followed = dataclasses.replace(policy_map, save=None)
-            run = functools.partial(ways[policy_map.way], followed, pure)
-            return saved(run, saving, self.func)(state, args, kwargs)
+            policy_map, way = self.policy_map, self.policy_map.way
+            saving = None if way == "operations" else get_saving(policy_map.save)
+            if saving is None:  # operations are traced anyway
+                return ways[way](policy_map, pure, state, args, kwargs)
+            run = functools.partial(ways[way], dataclasses.replace(policy_map, save=None), pure)
+            return run_saved(run, saving, self.func, (state, args, kwargs), {})
 
     def _by_arguments(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs

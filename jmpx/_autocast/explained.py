@@ -16,14 +16,7 @@ from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._policies.frameworks import imported_adapters
 
-# Errors of Python code that asks a traced array for its numbers.
-_UNREAD = (
-    jax.errors.ConcretizationTypeError,  # `if x > 0`, `float(x)`, `x.item()`
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-# Of these, those that `jax.grad` alone raises, too.
+# Of the errors in `core.UNREAD`, those that `jax.grad` alone raises, too.
 _UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # What is in the message of a TypeError for the same reason.
 _UNREAD_TEXT = re.compile(r"Tracer\.__format__|Shapes must be .*Tracer")
@@ -80,7 +73,7 @@ def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) ->
             "its result, such as parameters that Haiku creates in it: return them, wrap "
             f"`transformed.apply` in place of a part of the model, or {as_it_is}."
         )
-    is_unread = isinstance(error, _UNREAD)
+    is_unread = isinstance(error, core.UNREAD)
     is_unread |= isinstance(error, TypeError) and _UNREAD_TEXT.search(text) is not None
     # JAX names the innermost function that it traces, which may be in a `jax.jit` of the user.
     is_ours = "while tracing the function" not in text or name in text

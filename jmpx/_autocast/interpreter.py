@@ -1,6 +1,5 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -16,7 +15,7 @@ from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.shared import OnValues, key_of, of_place, shared
+from jmpx._autocast.shared import OnValues, key_of, said_of, shared
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
@@ -143,8 +142,7 @@ class Interpreter:
         is_read = tuple(var not in last for var in piece.inputs)
         place = frame.scope, len(around), frame.neighbours, self.regions
         key, call = (is_read, key_of(piece, values, *place)), shared(run, values, is_read)
-        with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
-            call = self._shared.setdefault(key, call)
+        call = self._shared.setdefault(key, call)
         with core.within_scopes(around):
             frame.env.update(zip(piece.outputs, call(values), strict=True))
 
@@ -155,7 +153,7 @@ class Interpreter:
         """
         said: Hashable = self.regions.region(scope)
         if self.regions.policy_map.rules or any_class_has_a_policy():
-            said = tuple(tuple(of_place(eqn, scope, self.regions)) for eqn in jaxpr.eqns)
+            said = tuple(said_of(jaxpr.eqns, scope, self.regions))
         return self._alike.setdefault((kind(jaxpr), said), (jaxpr, scope))
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:

@@ -6,13 +6,12 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, promoted
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_floating, operation_name
 
 Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
 
@@ -20,11 +19,6 @@ Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
 def is_float32(atom: Atom) -> bool:
     """Whether an operand or a result was float32 when traced: all others keep their dtype."""
     return getattr(atom.aval, "dtype", None) == FLOAT32
-
-
-def is_floating(atom: Atom) -> bool:
-    """Whether an operand or a result is an array of floating dtype."""
-    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 class InnerPlace(NamedTuple):

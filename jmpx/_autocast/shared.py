@@ -1,6 +1,5 @@
 """Pieces of a jaxpr that are evaluated once, as a jitted function, where they are alike."""
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.pieces import Piece
-from jmpx._jaxprs.structure import structure_of
+from jmpx._jaxprs.structure import kind_of
 
 OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
@@ -52,7 +51,7 @@ def shared(run: OnValues, values: Sequence[Value], is_read: Sequence[bool]) -> O
 
     # Since JAX 0.12, the calls are inlined when the program is lowered; before, when it is traced,
     # which would take longer than it saves. XLA inlines them, too, but an H100's compiler then
-    # copies some gradients of weights, which takes .7 % of a step's time.
+    # copies some gradients of weights: .7 % of a ViT's step, by its estimate.
     jitted = jax.jit(piece, inline=hasattr(jax, "Inline"))
 
     def call(values: Sequence[Value]) -> list[Value]:
@@ -85,15 +84,14 @@ def key_of(
     """Returns a key of a piece: equal ones compute the same, in the same dtypes, at the same lines.
 
     The first scopes of each equation, as many as `depth` says, are around the whole piece, as a
-    layer's name is: they count only for what the policy map says of them. The key has no hash where
-    a parameter of an equation has none. What it names by `id` lives as long as the piece.
+    layer's name is: they count only for what the policy map says of them. What it names by `id`
+    lives as long as the piece.
     """
     results = [var for equation in piece.equations for var in equation.outvars]
-    places = (of_place(equation, scope, regions, depth) for equation in piece.equations)
     return (
-        structure_of(piece.equations, piece.inputs, piece.outputs),
+        kind_of(piece.equations, piece.inputs, piece.outputs, depth),
         tuple(map(_of_value, values)),
-        tuple(itertools.chain.from_iterable(places)),
+        tuple(said_of(piece.equations, scope, regions)),
         neighbours.said_of(results),
     )
 
@@ -104,15 +102,11 @@ def _of_value(value: Value) -> Hashable:
     return value.traits, constant, avals, tuple(value.casts)
 
 
-def of_place(
-    equation: Equation, scope: str, regions: Regions, depth: int = 0
-) -> Iterator[Hashable]:
-    """Yields what the scopes and the lines of an equation, and of those that it holds, say."""
-    within = core.scope_within(scope, equation)
-    region = regions.region(within)
-    yield core.stack_of(equation)[depth:], equation.source_info.traceback
-    yield region, regions.override(core.operation_name(equation.primitive.name), region)
-    for jaxpr in core.inner_jaxprs(equation.params):
-        yield tuple(map(id, core.consts_of(jaxpr)))
-        for inner in jaxpr.eqns:
-            yield from of_place(inner, within, regions)
+def said_of(equations: Sequence[Equation], scope: str, regions: Regions) -> Iterator[Hashable]:
+    """Yields what the policy map says of equations, and of those in the jaxprs that they hold."""
+    for equation in equations:
+        within = core.scope_within(scope, equation)
+        region = regions.region(within)
+        yield region, regions.override(core.operation_name(equation.primitive.name), region)
+        for jaxpr in core.inner_jaxprs(equation.params):
+            yield from said_of(jaxpr.eqns, within, regions)

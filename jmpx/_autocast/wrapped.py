@@ -44,7 +44,7 @@ from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.modules import marking_calls
 from jmpx._policies.registry import any_class_has_a_policy
 from jmpx._remat.checkpoints import Left
-from jmpx._remat.remat import keeping_less, messages_of, saved
+from jmpx._remat.remat import keeping_less, messages_of, run_saved
 from jmpx._remat.saving import Saving, get_saving
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -128,8 +128,9 @@ def evaluated(
     policy_map = _followed(policy_map)
     user = args[0] if pure.fn is apply else pure.fn
     if is_loss and _casts_nothing(policy_map):  # a trace would refuse some, such as `if x > 0`
-        run = pure if save is None else saved(pure, save._replace(is_cast_later=False), user)
-        return run(state, *args, **kwargs)
+        if save is None:
+            return pure(state, *args, **kwargs)
+        return run_saved(pure, save._replace(is_cast_later=False), user, (state, *args), kwargs)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting())
     seen = set[Module]()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.leaves import PyTree, is_traceable
@@ -30,6 +31,14 @@ from jmpx._jaxprs.types import (
 )
 
 V = TypeVar("V")
+
+# Errors of Python code that asks a traced array for its numbers.
+UNREAD = (
+    jax.errors.ConcretizationTypeError,  # `if x > 0`, `float(x)`, `x.item()`
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 class Traced(NamedTuple):
@@ -149,6 +158,11 @@ def _makes_equations() -> bool:
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return hasattr(atom, "val")
+
+
+def is_floating(atom: Atom) -> bool:
+    """Whether an operand or a result is an array of floating dtype."""
+    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def operation_name(primitive: str) -> str:

@@ -1,16 +1,27 @@
 """Changed jaxprs: the same program with other parameters or names, without running it anew."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jmpx._jaxprs.types import Equation, Jaxpr, Params, is_jaxpr
+from jmpx._jaxprs.core import is_literal
+from jmpx._jaxprs.types import Atom, Equation, Jaxpr, Params, is_jaxpr
 
 
 def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxpr:
     """Returns a jaxpr, closed or open, with changed equations; the same object if none changed."""
-    eqns = [change(eqn) for eqn in jaxpr.eqns]
-    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if is_same else replaced(jaxpr, eqns=eqns)
+    return holding(jaxpr, [change(eqn) for eqn in jaxpr.eqns])
+
+
+def holding(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
+    """Returns a jaxpr with other equations; the same object if they are the ones it has."""
+    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if is_same else replaced(jaxpr, eqns=list(eqns))
+
+
+def renamed(atoms: Sequence[Atom], names: Mapping[Atom, Atom]) -> list[Atom]:
+    """Returns operands or results, of which some variables have other names."""
+    return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
 
 
 def replaced(jaxpr: Jaxpr, **fields: object) -> Jaxpr:

@@ -47,8 +47,7 @@ def kind_of(
     scopes, without marks and the first ones, as many as `depth` says. Where a parameter has no
     hash, no other key is equal.
     """
-    places = tuple((stack_of(eqn)[depth:], eqn.source_info.traceback) for eqn in equations)
-    key = structure_of(equations, inputs, outputs), places, tuple(_constants(equations))
+    key = structure_of(equations, inputs, outputs), tuple(_places(equations, depth))
     try:
         hash(key)
     except TypeError:
@@ -56,12 +55,16 @@ def kind_of(
     return key
 
 
-def _constants(equations: Sequence[Equation]) -> Iterator[int]:
-    """Yields what identifies the constants of the jaxprs that equations hold."""
+def _places(equations: Sequence[Equation], depth: int = 0) -> Iterator[Hashable]:
+    """Yields the scopes and lines of equations, and of those in the jaxprs that they hold.
+
+    Also what identifies the constants of these jaxprs.
+    """
     for eqn in equations:
+        yield stack_of(eqn)[depth:], eqn.source_info.traceback
         for jaxpr in inner_jaxprs(eqn.params):
-            yield from map(id, consts_of(jaxpr))
-            yield from _constants(jaxpr.eqns)
+            yield tuple(map(id, consts_of(jaxpr)))
+            yield from _places(jaxpr.eqns)
 
 
 class _Keys:

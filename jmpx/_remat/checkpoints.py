@@ -1,7 +1,6 @@
 """The pass: `jax.checkpoint` around the pieces of a jaxpr, whose equations do not run for it."""
 
 import functools
-import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 import jax
@@ -13,7 +12,7 @@ from jmpx._jaxprs.inner import any_holds, once_per_jaxpr
 from jmpx._jaxprs.marks import before_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around, split
 from jmpx._jaxprs.places import Place, place_of
-from jmpx._jaxprs.rewriting import replaced, with_jaxprs
+from jmpx._jaxprs.rewriting import holding, renamed, replaced, with_jaxprs
 from jmpx._jaxprs.structure import kind_of
 from jmpx._remat.cuts import Role, find_activations
 from jmpx._remat.pieces import find_groups, inside_of
@@ -54,9 +53,8 @@ def _checkpointed(given: Jaxpr, saving: Saving) -> tuple[Jaxpr | None, Left]:
             eqns += piece.equations
         if group.role is Role.LEFT:
             left.add(place_of(first))
-    if len(eqns) == len(given.eqns) and all(map(operator.is_, eqns, given.eqns)):
-        return None, frozenset(left)
-    return replaced(given, eqns=eqns), frozenset(left)
+    new = holding(given, eqns)
+    return None if new is given else new, frozenset(left)
 
 
 def _with_inner(equation: Equation, change: Callable[[Jaxpr], Jaxpr]) -> Equation:
@@ -114,7 +112,7 @@ class _Checkpoints:
             self.bodies[key] = replaced(
                 self.template.params["jaxpr"],
                 invars=piece.inputs,
-                outvars=[names.get(var, var) for var in piece.outputs],
+                outvars=renamed(piece.outputs, names),
                 eqns=eqns,
                 effects=frozenset().union(*(eqn.effects for eqn in eqns)),
             )
@@ -140,14 +138,13 @@ def _named(
                 given, lambda jaxpr, to=inside: _named_within(jaxpr, to) or jaxpr
             )
         if any(not core.is_literal(atom) and atom in names for atom in given.invars):
-            invars = [a if core.is_literal(a) else names.get(a, a) for a in equation.invars]
-            equation = equation.replace(invars=invars)
+            equation = equation.replace(invars=renamed(equation.invars, names))
         yield equation
         if is_named(given, saving, active):
             (var,) = given.outvars
             names[var] = type(var)(var.aval)
-            source = given.source_info
-            yield _name().replace(invars=[var], outvars=[names[var]], source_info=source)
+            place = {"source_info": given.source_info, "ctx": given.ctx}
+            yield _name().replace(invars=[var], outvars=[names[var]], **place)
 
 
 @once_per_jaxpr
@@ -155,11 +152,8 @@ def _named_within(jaxpr: Jaxpr, saving: Saving) -> Jaxpr | None:
     """Returns a jaxpr that names what is saved; None for one that stays as it is."""
     names: dict[Atom, Atom] = {}
     active = find_activations(jaxpr, saving)[0]
-    eqns = list(_named(jaxpr.eqns, saving, active, names))
-    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
-        return None
-    outvars = [a if core.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
-    return replaced(jaxpr, eqns=eqns, outvars=outvars)
+    new = holding(jaxpr, list(_named(jaxpr.eqns, saving, active, names)))
+    return None if new is jaxpr else replaced(new, outvars=renamed(jaxpr.outvars, names))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jmpx._remat.cuts import SINGLE, Role, find_activations, find_cuts, find_hea
 from jmpx._remat.saving import Saving, holds_saved, length
 
 # Their jaxprs are cut as the one around them is.
-_CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
+CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
 _NOT_DIFFERENTIATED = "while"
 # It does not matter if an equation with such an effect runs twice or later.
 _HARMLESS = frozenset({"NamedAxisEffect"})
@@ -30,7 +30,7 @@ def inside_of(equation: Equation, saving: Saving, active: Collection[Atom]) -> S
 
     None for an equation whose jaxprs are not to be changed.
     """
-    if equation.primitive.name not in _CUT_INSIDE:
+    if equation.primitive.name not in CUT_INSIDE:
         return None
     flags = [not core.is_literal(atom) and atom in active for atom in equation.invars]
     if equation.primitive.name != "scan":

@@ -20,13 +20,6 @@ from jmpx._jaxprs.inner import inner_of, is_backward, once_per_jaxpr
 from jmpx._remat.checkpoints import Left, with_checkpoints
 from jmpx._remat.saving import Saving, get_saving
 
-# Errors of Python code that asks a traced array for its numbers.
-_UNREAD = (
-    jax.errors.ConcretizationTypeError,  # `if x > 0`, `float(x)`
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 F = TypeVar("F", bound=Callable[..., Any])
 Words = Literal["products", "products+mixed", "products+attention"]
 
@@ -97,7 +90,7 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     def transform(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
     ) -> tuple[PyTree, Changes]:
-        return saved(pure, saving, fn)(state, *args, **kwargs)
+        return run_saved(pure, saving, fn, (state, *args), kwargs)
 
     @functools.wraps(fn, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -106,28 +99,23 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     return wrapper
 
 
-def saved(
-    fn: Callable[..., PyTree], saving: Saving, user: Callable[..., Any]
-) -> Callable[..., PyTree]:
-    """Returns a function that does the same, and keeps less for its backward pass.
-
-    JAX calls it by the name of the user's function.
-    """
-    name = getattr(user, "__name__", type(user).__name__)
-
-    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves = jax.tree.leaves((args, kwargs))
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            if not core.enclosing_bodies():  # nothing differentiates an eager call
-                return fn(*args, **kwargs)
-        with _tracing_explained():
-            traced = core.trace(fn, args, kwargs, name=name)
-        jaxpr, left = keeping_less(traced.jaxpr, saving)
-        for message in messages_of(left):
-            warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
-        return traced.rebuild(core.evaluate(jaxpr, traced.arrays))
-
-    return call
+def run_saved(
+    fn: Callable[..., PyTree],
+    saving: Saving,
+    user: Callable[..., Any],
+    args: PyTree,
+    kwargs: Keywords,
+) -> PyTree:
+    """Runs a function that keeps less for its backward pass; JAX calls it by the user's name."""
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+    if not is_traced and not core.enclosing_bodies():  # nothing differentiates an eager call
+        return fn(*args, **kwargs)
+    with _tracing_explained():
+        traced = core.trace(fn, args, kwargs, name=getattr(user, "__name__", type(user).__name__))
+    jaxpr, left = keeping_less(traced.jaxpr, saving)
+    for message in messages_of(left):
+        warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
+    return traced.rebuild(core.evaluate(jaxpr, traced.arrays))
 
 
 @contextlib.contextmanager
@@ -136,7 +124,7 @@ def _tracing_explained() -> Iterator[None]:
     bodies = {*core.enclosing_bodies()}
     try:
         yield
-    except _UNREAD as error:
+    except core.UNREAD as error:
         if bodies <= {"derivative"}:
             error.add_note(
                 "save= traces the function that it is given to, so that Python reads no number of "

@@ -6,13 +6,12 @@ pass reads. Of a flash attention these are the result and sums of the scores, sm
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.backward import PRODUCTS
-from jmpx._jaxprs.core import Array, Atom, Equation, operation_name
+from jmpx._jaxprs.core import Array, Equation, operation_name
 from jmpx._jaxprs.inner import any_holds
 from jmpx._jaxprs.moves import HIDING
 
@@ -33,12 +32,8 @@ def keeps_residuals(equation: Equation) -> bool:
 def _is_costly(equation: Equation) -> bool:
     """Whether an equation is a product or a kernel: of Pallas, a foreign function, cuDNN's."""
     name = operation_name(equation.primitive.name)
-    is_kernel = name.startswith(_KERNELS) and any(map(_is_floating, equation.outvars))
+    is_kernel = name.startswith(_KERNELS) and any(map(core.is_floating, equation.outvars))
     return is_kernel or name in PRODUCTS
-
-
-def _is_floating(atom: Atom) -> bool:
-    return jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.floating)
 
 
 def with_residuals(equation: Equation) -> Equation:

@@ -128,10 +128,7 @@ def _is_small(params: Params, operands: Sequence[Atom]) -> bool:
 
 def length(size: object) -> int:
     """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
-    return size if isinstance(size, int) else _SYMBOL
-
-
-_SYMBOL = 128
+    return size if isinstance(size, int) else 128
 
 
 def _saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:

@@ -17,9 +17,8 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import once_per_jaxpr
-from jmpx._jaxprs.rewriting import replaced, with_jaxprs
-
-_HOLDERS = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
+from jmpx._jaxprs.rewriting import renamed, replaced, with_jaxprs
+from jmpx._remat.pieces import CUT_INSIDE
 
 
 def sunk(jaxpr: Jaxpr) -> Jaxpr:
@@ -43,8 +42,7 @@ def sunk(jaxpr: Jaxpr) -> Jaxpr:
             # In the scopes of the reader, so that layers stay alike.
             eqns.append(core.with_stack(cast, core.marked_stack_of(eqn)))
         if outside:
-            operands = [a if core.is_literal(a) else outside.get(a, a) for a in eqn.invars]
-            eqn = eqn.replace(invars=operands)
+            eqn = eqn.replace(invars=renamed(eqn.invars, outside))
         eqns.append(_casting(eqn, inside) if inside else eqn)
     returned = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
     eqns += (cast for var, cast in casts.items() if var in returned)
@@ -64,7 +62,7 @@ def _takes(eqn: Equation, i: int) -> bool:
     """Whether a cast of an operand may move into the jaxpr of an equation."""
     if eqn.primitive.name == "scan":
         return i >= sum(core.scan_counts(eqn))
-    return eqn.primitive.name in _HOLDERS and i >= (eqn.primitive.name == "cond")
+    return eqn.primitive.name in CUT_INSIDE and i >= (eqn.primitive.name == "cond")
 
 
 def _casting(eqn: Equation, casts: dict[int, Equation]) -> Equation:

@@ -208,15 +208,6 @@ def test_products_under_a_vmap_outside_are_saved(rng):
 # What the ways keep, in bytes.
 
 
-def in_layers(layer):
-    def apply(ws, x):
-        for w in ws:
-            x = layer(x, w)
-        return x
-
-    return apply
-
-
 def layer(x, w):
     return x + jnp.tanh(jnp.sin(x) @ w) @ w.T
 
@@ -232,7 +223,7 @@ def in_a_scan_of_layers(ws, x):
 
 
 @pytest.mark.parametrize(
-    "apply", [in_layers(layer), in_layers(jax.jit(layer)), in_a_scan, in_a_scan_of_layers]
+    "apply", [chain(layer), chain(jax.jit(layer)), in_a_scan, in_a_scan_of_layers]
 )
 def test_no_way_keeps_copies_of_weights(rng, apply):
     """Casts of inputs move to what reads them, also into jitted layers and scans."""
