@@ -176,6 +176,7 @@ def check_sentence(message: str, spec: Any) -> None:
 @given(st.sampled_from([*PARSERS]), specs | nearly_mixed_precisions())
 @example("get_mixed_precision", "c=bf16;|none;")
 @example("get_policy_map", "0\r0:")
+@example("get_loss_scale", "none=")
 def test_inputs_made_by_chance_give_values_or_sentences(parser: str, spec: Any) -> None:
     check(parser, spec)
 
