@@ -99,6 +99,18 @@ def _as_traced(array: Array, aval: Aval) -> Array:
     return np.asarray(array, aval.dtype)
 
 
+@contextlib.contextmanager
+def tracing_explained(remedy: str) -> Iterator[None]:
+    """Adds a note to an error that comes of tracing a function which else runs with numbers."""
+    bodies = {*enclosing_bodies()}
+    try:
+        yield
+    except UNREAD as error:
+        if bodies <= {"derivative"}:
+            error.add_note(remedy)
+        raise
+
+
 def current_trace() -> object:
     """Returns an object that equals those of the same trace: of one body of a jaxpr."""
     return _of_core("get_opaque_trace_state")()
@@ -248,6 +260,12 @@ def marked_stack_of(eqn: Equation) -> Scopes:
 def with_stack(eqn: Equation, scopes: Scopes) -> Equation:
     """Returns an equation in other scopes."""
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=info.NameStack(scopes)))
+
+
+def with_scope(eqn: Equation, name: str) -> Equation:
+    """Returns an equation within one more scope, the innermost one."""
+    stack = eqn.source_info.name_stack.extend(name)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from jmpx._base.delayed import check_runs_at_once, refuse_delayed
 from jmpx._base.matmul import as_matmul, matmul_precision
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
+ROUNDED = "jmpx.rounded_gradient"  # in it, a gradient that is rounded to 16 bits is widened
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
 
 P = ParamSpec("P")

@@ -146,8 +146,8 @@ def _read_number(kind: str, key: str, found: Found) -> int | float:
     """Reads the number of a key, which a string may write as `2**15`."""
     if key not in ARGUMENTS[kind]:
         raise ValueError(
-            f"Expected no {key!r}, got {found.value!r}{found.at}: {kind!r} does not take it, so leave "
-            "it out, or write 'dynamic'."
+            f"Expected no {key!r}, got {found.value!r}{found.at}: {kind!r} does not take it, so "
+            "leave it out, or write 'dynamic'."
         )
     number = found.value
     if isinstance(number, str):

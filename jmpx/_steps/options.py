@@ -112,6 +112,8 @@ class Options:
         if is_mixed and self.over is None and self.batch.sharding is None:
             _warn_of_reduce(self.applying.reduce_dtype)
         self.grad_dtype = as_grad_dtype(grad_dtype)
+        summed_in = self.applying.reduce_dtype or self.grad_dtype
+        self.widens = is_mixed and summed_in is not None and jnp.dtype(summed_in).itemsize >= 4
         self.model_state = ModelState.of(state_argnum, has_aux)
 
     def applied(self) -> Application:

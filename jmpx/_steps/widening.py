@@ -1,0 +1,427 @@
+"""Gradients that nothing rounds to 16 bits on their way, by a pass over the program of a gradient.
+
+The gradient of a float32 parameter that was cast to bfloat16 leaves its product, whose sums are in
+float32, rounded to bfloat16, and is widened after. Devices, micro-batches and the turns of a loop
+then add up rounded numbers. The pass starts at the gradients and goes backwards: what they alone
+are made of becomes float32, up to the products, which hand out their float32 sums as they are. No
+operand of a product changes, and neither does what anything else reads, such as the loss.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.leaves import PyTree
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Aval, Equation, Jaxpr
+from jmpx._jaxprs.inner import CALLS, once_per_jaxpr
+from jmpx._jaxprs.moves import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
+from jmpx._jaxprs.rewriting import replaced, with_jaxprs
+from jmpx._jaxprs.scopes import ROUNDED
+
+Flags = tuple[bool, ...]
+
+# A sum of 16-bit numbers that other operations read, too, as the gradient of a bias is, stays in
+# 16 bits if it reads more bytes than this in float32: compilers may write them to memory.
+LARGEST_SUM = 2**28
+
+_CAST, _BARRIER = "convert_element_type", "optimization_barrier"
+_FLOAT32 = np.dtype(np.float32)
+_NARROW = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
+_PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
+# Sums of gradients: an operand that is rounded already is a loss, that of another sum is not.
+_OF_GRADIENTS = frozenset("add add_any sub neg reduce_scatter".split())
+_SUMS = _OF_GRADIENTS | frozenset("reduce_sum cumsum scatter_add mul div".split())
+# Each result of these is made of the operand at its place.
+_EACH = frozenset({_BARRIER, "psum", "psum_invariant"})
+_MOVES = (IDENTITIES - {_BARRIER, "stop_gradient", "device_put"}) | PLACEMENTS | RESHAPES
+_MOVES |= PICKS | JOINS | frozenset("select_n all_gather all_to_all ppermute".split())
+# The operands that hold numbers; the others are indices or a predicate.
+_NUMBERS = {
+    "dynamic_slice": slice(0, 1),
+    "gather": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter_add": slice(0, None, 2),
+    "select_n": slice(1, None),
+}
+
+
+def with_wide_gradients(
+    run: Callable[[list[jax.Array]], tuple[PyTree, list[jax.Array]]],
+) -> Callable[[list[jax.Array]], tuple[PyTree, list[jax.Array]]]:
+    """Returns a function that does the same, and returns gradients that nothing has rounded.
+
+    Its second result are gradients, which come back in float32 where they were narrower.
+    """
+
+    def wide(params: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
+        with core.tracing_explained(_REMEDY):
+            traced = core.trace(run, (params,), {})
+        count = len(traced.jaxpr.outvars)
+        outs = tuple(i >= count - len(params) for i in range(count))
+        return traced.rebuild(core.evaluate(widened(traced.jaxpr, outs), traced.arrays))
+
+    return wide
+
+
+_REMEDY = (
+    "r=f32 and grad_dtype=float32 trace the loss, so that Python reads no number of an array in "
+    "it: leave them out, or keep such code out of the loss."
+)
+
+
+def widened(jaxpr: Jaxpr, outs: Flags) -> Jaxpr:
+    """Returns a jaxpr whose marked results are made of float32 numbers, as far as they can be.
+
+    Marked results of 16 bits come out in float32; all others are the same to the bit.
+    """
+    ins = (False,) * len(jaxpr.invars)
+    new, _ = _rewritten(jaxpr, outs, ins, outs)
+    return jaxpr if new is None else new
+
+
+# What may be wide.
+
+
+@once_per_jaxpr
+def _demanded(jaxpr: Jaxpr, outs: Flags) -> tuple[frozenset[Atom], Flags]:
+    """Returns the variables that marked results alone are made of, and which inputs are such."""
+    read, refused = set[Atom](), set[Atom]()
+
+    def note(atoms: Sequence[Atom], flags: Sequence[bool]) -> None:
+        for atom, flag in zip(atoms, flags, strict=True):
+            if not core.is_literal(atom):
+                (read if flag else refused).add(atom)
+
+    note(jaxpr.outvars, outs)
+    for eqn in reversed(jaxpr.eqns):
+        if read.isdisjoint(eqn.outvars):
+            refused.update(atom for atom in eqn.invars if not core.is_literal(atom))
+            continue
+        read.update(eqn.outvars)  # a result that nothing reads may be anything
+        flags = tuple(var not in refused for var in eqn.outvars)
+        note(eqn.invars, _accepted(eqn, flags) if any(flags) else (False,) * len(eqn.invars))
+    wide = frozenset(read - refused)
+    return wide, tuple(var in wide for var in jaxpr.invars)
+
+
+def _accepted(eqn: Equation, outs: Flags) -> Sequence[bool]:
+    """Returns which operands of an equation may be wide, if these results may."""
+    name = eqn.primitive.name
+    if name == _CAST or name in _EACH:
+        return outs
+    if _runs_a_jaxpr(eqn):
+        return _settled(eqn, outs)[1]
+    numbers = _numbers(eqn) if all(outs) else frozenset()
+    if name in ("mul", "div") and all(atom.aval.shape for atom in eqn.invars):
+        numbers = frozenset()  # two arrays, each of which may be as large as an activation
+    return [i in numbers for i in range(len(eqn.invars))]
+
+
+def _numbers(eqn: Equation) -> frozenset[int]:
+    """Returns the operands whose numbers the results of a sum or a move are made of."""
+    name = core.operation_name(eqn.primitive.name)
+    if name not in _SUMS | _MOVES:
+        return frozenset()
+    return frozenset(range(len(eqn.invars))[_NUMBERS.get(name, slice(None))])
+
+
+def _runs_a_jaxpr(eqn: Equation) -> bool:
+    """Whether an equation runs a jaxpr that may take and return other dtypes."""
+    return eqn.primitive.name in CALLS or eqn.primitive.name in ("scan", "cond", "shard_map")
+
+
+def _settled(eqn: Equation, outs: Flags) -> tuple[Flags, Flags]:
+    """Returns which results of an equation that runs a jaxpr can be wide, and which operands."""
+    jaxprs = core.inner_jaxprs(eqn.params)
+    if eqn.primitive.name == "cond":
+        inputs = zip(*(_demanded(jaxpr, outs)[1] for jaxpr in jaxprs), strict=True)
+        return outs, (False, *map(all, inputs))
+    (jaxpr,) = jaxprs
+    if eqn.primitive.name != "scan":
+        return outs, _demanded(jaxpr, outs)[1]
+    consts, carry = core.scan_counts(eqn)
+    while True:  # what a trip hands to the next is wide in both or in neither
+        ins = _demanded(jaxpr, outs)[1]
+        carried = tuple(a and b for a, b in zip(ins[consts:], outs[:carry], strict=False))
+        if carried == outs[:carry]:
+            return outs, ins
+        outs = carried + outs[carry:]
+
+
+# The same program, wider.
+
+
+@once_per_jaxpr
+def _rewritten(jaxpr: Jaxpr, outs: Flags, ins: Flags, forced: Flags) -> tuple[Jaxpr | None, Flags]:
+    """Returns a jaxpr in which what marked results are made of is wide; None if it is the same.
+
+    The inputs of `ins` come in float32, and the results of `forced` leave in it; second, the
+    results that do, which were narrower.
+    """
+    rewriting = _Rewriting(jaxpr, outs, ins)
+    for eqn in jaxpr.eqns:
+        rewriting.add(eqn)
+    results = []
+    for var, is_forced, may_be_wide in zip(jaxpr.outvars, forced, outs, strict=True):
+        get = rewriting.read if may_be_wide else rewriting.as_it_was
+        results.append(rewriting.widen(var, True) if is_forced else get(var))
+    is_wide = tuple(
+        new.aval.dtype != var.aval.dtype if _is_narrow(var) else False
+        for new, var in zip(results, jaxpr.outvars, strict=True)
+    )
+    if not rewriting.changed and not any(ins) and not any(is_wide):
+        return None, is_wide
+    return replaced(jaxpr, invars=rewriting.invars, outvars=results, eqns=rewriting.eqns), is_wide
+
+
+class _Rewriting:
+    """The equations of a jaxpr that is rewritten, and what stands for its variables in them."""
+
+    def __init__(self, jaxpr: Jaxpr, outs: Flags, ins: Flags) -> None:
+        self.wide, _ = _demanded(jaxpr, outs)
+        self.eqns: list[Equation] = []
+        self.changed = False
+        self.names: dict[Atom, Atom] = {}
+        self.casts: dict[tuple[int, np.dtype], Atom] = {}
+        self.invars = [
+            self._new(var) if is_wide else var
+            for var, is_wide in zip(jaxpr.invars, ins, strict=True)
+        ]
+
+    def read(self, atom: Atom) -> Atom:
+        """Returns what stands for an operand, in the dtype that it has now."""
+        return atom if core.is_literal(atom) else self.names.get(atom, atom)
+
+    def widen(self, atom: Atom, is_gradient: bool) -> Atom:
+        """Returns an operand in float32; of a gradient that was narrower, it says so in a scope."""
+        atom = self.read(atom)
+        return self._cast(atom, _FLOAT32, is_gradient) if _is_narrow(atom) else atom
+
+    def as_it_was(self, atom: Atom) -> Atom:
+        """Returns an operand in its own dtype."""
+        new = self.read(atom)
+        is_same = not _is_narrow(atom) or new.aval.dtype == atom.aval.dtype
+        return new if is_same else self._cast(new, atom.aval.dtype, False)
+
+    def add(self, eqn: Equation) -> None:
+        """Adds what stands for an equation."""
+        self.place = eqn
+        name = core.operation_name(eqn.primitive.name)
+        marks = tuple(var in self.wide for var in eqn.outvars)
+        wants = [mark and _is_narrow(var) for var, mark in zip(eqn.outvars, marks, strict=True)]
+        if _runs_a_jaxpr(eqn) and any(marks):
+            self._add_call(eqn, marks)
+        elif name == _CAST and any(marks):
+            self._add_cast(eqn)
+        elif any(wants) and name in _PRODUCTS and all(map(_is_narrow, eqn.invars[:2])):
+            self._add_product(eqn)
+        elif any(wants) and self._is_worth_it(eqn, wants):
+            numbers = _numbers(eqn)
+            is_gradient = name in _OF_GRADIENTS
+            atoms = [
+                self.widen(atom, is_gradient) if i in numbers else self.as_it_was(atom)
+                for i, atom in enumerate(eqn.invars)
+            ]
+            self._add(eqn, atoms, list(map(self._new, eqn.outvars)), **_in_float32(eqn))
+        elif any(wants) and name in _EACH:
+            atoms = [
+                self.widen(atom, True) if want and name != _BARRIER else self.read(atom)
+                for atom, want in zip(eqn.invars, wants, strict=True)
+            ]
+            outvars = [
+                self._new(var) if want and not _is_narrow(atom) else var
+                for atom, var, want in zip(atoms, eqn.outvars, wants, strict=True)
+            ]
+            self._add(eqn, atoms, outvars)
+        else:
+            self._add(eqn, list(map(self.as_it_was, eqn.invars)), eqn.outvars)
+
+    def _is_worth_it(self, eqn: Equation, wants: Sequence[bool]) -> bool:
+        """Whether an equation is a move of wide numbers, or a sum, unless that is too large."""
+        numbers = [eqn.invars[i] for i in _numbers(eqn)] if all(wants) else []
+        if any(_is_narrow(atom) and not _is_narrow(self.read(atom)) for atom in numbers):
+            return True
+        size = max((math.prod(atom.aval.shape) for atom in numbers), default=LARGEST_SUM)
+        is_sum = core.operation_name(eqn.primitive.name) in _SUMS
+        return is_sum and _FLOAT32.itemsize * size <= LARGEST_SUM
+
+    def _add_cast(self, eqn: Equation) -> None:
+        (atom,), (var,) = eqn.invars, eqn.outvars
+        source, dtype = self.read(atom), _FLOAT32 if _is_narrow(var) else var.aval.dtype
+        if _is_narrow(source):  # no rule reaches what made it
+            made = eqn if _is_narrow(var) else core.with_scope(eqn, ROUNDED)
+            self._add(made, [source], [var])
+        elif source.aval == core.with_dtype(var.aval, dtype):
+            self.names[var] = source
+            self.changed = True
+        else:
+            new = var if dtype == var.aval.dtype else self._new(var)
+            self._add(eqn, [source], [new], new_dtype=dtype)
+
+    def _add_product(self, eqn: Equation) -> None:
+        outvars = list(map(self._new, eqn.outvars))
+        params = {**eqn.params, "preferred_element_type": _FLOAT32}
+        operands = list(map(self.as_it_was, eqn.invars))
+        product = eqn.replace(invars=operands, outvars=outvars, params=params)
+        self.eqns += _by_platform(product) if _may_fail_on_cpu(eqn) else [product]
+        self.changed = True
+
+    def _add_call(self, eqn: Equation, marks: Flags) -> None:
+        outs, ins = _settled(eqn, marks)
+        jaxprs, name = core.inner_jaxprs(eqn.params), eqn.primitive.name
+        first = 1 if name == "cond" else 0
+        arrives = [
+            is_in and _is_narrow(atom) and not _is_narrow(self.read(atom))
+            for atom, is_in in zip(eqn.invars, ins, strict=True)
+        ]
+        forced = [False] * len(outs)
+        if name == "scan":
+            consts, carry = core.scan_counts(eqn)
+            for i in range(carry):
+                forced[i] = outs[i] and _is_narrow(jaxprs[0].outvars[i])
+                arrives[consts + i] = forced[i]
+
+        def rewritten() -> list[tuple[Jaxpr | None, Flags]]:
+            given = outs, tuple(arrives[first:]), tuple(forced)
+            return [_rewritten(jaxpr, *given) for jaxpr in jaxprs]
+
+        found = rewritten()
+        if name == "cond":  # its branches return the same dtypes
+            forced = list(map(any, zip(*(wide for _, wide in found), strict=True)))
+            found = rewritten()
+        _, are_wide = found[0]
+        pairs = zip(jaxprs, found, strict=True)
+        new = {id(old): old if made is None else made for old, (made, _) in pairs}
+        operands = [
+            self.widen(atom, False) if comes_wide else self.as_it_was(atom)
+            for atom, comes_wide in zip(eqn.invars, arrives, strict=True)
+        ]
+        outvars = [
+            self._new(var) if is_wide else var
+            for var, is_wide in zip(eqn.outvars, are_wide, strict=True)
+        ]
+        params = with_jaxprs(eqn.params, lambda jaxpr: new[id(jaxpr)])
+        self._add(eqn.replace(params=params), operands, outvars)
+        self.changed |= params is not eqn.params
+
+    def _add(
+        self, eqn: Equation, operands: list[Atom], outvars: Sequence[Atom], **params: object
+    ) -> None:
+        pairs = zip((*operands, *outvars), (*eqn.invars, *eqn.outvars), strict=True)
+        if params or any(new is not old for new, old in pairs):
+            self.changed = True
+            params = {**eqn.params, **params}
+            eqn = eqn.replace(invars=operands, outvars=list(outvars), params=params)
+        self.eqns.append(eqn)
+
+    def _new(self, var: Atom) -> Atom:
+        """Returns the float32 variable that stands for one from now on."""
+        aval = core.with_dtype(var.aval, _FLOAT32) if _is_narrow(var) else var.aval
+        self.names[var] = _variable(aval)
+        return self.names[var]
+
+    def _cast(self, atom: Atom, dtype: np.dtype, is_gradient: bool) -> Atom:
+        key = id(atom), dtype  # a literal has no hash
+        if key not in self.casts:
+            var = _variable(core.with_dtype(atom.aval, dtype))
+            cast = _cast_equation(atom, var, self.place)
+            self.eqns.append(core.with_scope(cast, ROUNDED) if is_gradient else cast)
+            self.casts[key] = var
+            self.changed = True
+        return self.casts[key]
+
+
+def _is_narrow(atom: Atom) -> bool:
+    return getattr(atom.aval, "dtype", None) in _NARROW
+
+
+def _in_float32(eqn: Equation) -> dict[str, object]:
+    """Returns the parameters of an equation that hold a dtype, for float32."""
+    if "update_jaxpr" not in eqn.params:
+        return {}
+    return {"update_jaxpr": _scatter_add().params["update_jaxpr"]}
+
+
+@functools.cache
+def _scatter_add() -> Equation:
+    """Returns an equation that adds up in float32."""
+    dimensions = jax.lax.ScatterDimensionNumbers((), (0,), (0,))
+    add = functools.partial(jax.lax.scatter_add, dimension_numbers=dimensions)
+    x, index = np.zeros(1, np.float32), np.zeros((1, 1), np.int32)
+    return jax.make_jaxpr(add)(x, index, x).eqns[-1]
+
+
+@functools.cache
+def _template() -> Equation:
+    """Returns an equation that casts."""
+    return jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16))(np.float32(0)).eqns[-1]
+
+
+def _variable(aval: Aval) -> Atom:
+    """Returns a new variable."""
+    return type(_template().outvars[0])(aval)
+
+
+def _cast_equation(atom: Atom, var: Atom, at: Equation) -> Equation:
+    """Returns an equation that casts an operand to the dtype of a variable, where another is."""
+    params = {**_template().params, "new_dtype": var.aval.dtype}
+    place = {"source_info": at.source_info, "ctx": at.ctx}
+    return _template().replace(invars=[atom], outvars=[var], params=params, **place)
+
+
+def _may_fail_on_cpu(eqn: Equation) -> bool:
+    """Whether XLA:CPU compiles a product with float32 sums, and may fail when it runs it.
+
+    In JAX 0.7 to 0.12 it says "Unsupported element type for DotThunk: BF16 x BF16 = F32" of some
+    whose result it stores transposed. None of them has batch axes, and of matrices none fails.
+    """
+    if eqn.primitive.name != "dot_general" or eqn.outvars[0].aval.dtype != jnp.bfloat16:
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return not batch and any(len(atom.aval.shape) > 2 for atom in eqn.invars)
+
+
+def _by_platform(product: Equation) -> list[Equation]:
+    """Returns the equations of a product whose operands are cast to float32 on a CPU alone."""
+    index, cond = _platforms(jax.sharding.get_abstract_mesh()).eqns
+    place = {"source_info": product.source_info, "ctx": product.ctx}
+
+    def like(atoms: Sequence[Atom], dtype: np.dtype | None = None) -> list[Atom]:
+        avals = [
+            atom.aval if dtype is None else core.with_dtype(atom.aval, dtype) for atom in atoms
+        ]
+        return list(map(_variable, avals))
+
+    def branch(jaxpr: Jaxpr, is_cast: bool) -> Jaxpr:
+        given, results = like(product.invars), like(product.outvars)
+        operands = like(given, _FLOAT32) if is_cast else given
+        eqns = [
+            _cast_equation(*pair, product) for pair in zip(given, operands, strict=True) if is_cast
+        ]
+        eqns.append(product.replace(invars=operands, outvars=results))
+        return replaced(jaxpr, invars=given, outvars=results, eqns=eqns)
+
+    on_cpu, elsewhere = cond.params["branches"]
+    params = {**cond.params, "branches": (branch(on_cpu, True), branch(elsewhere, False))}
+    platform = like(index.outvars)
+    return [
+        index.replace(outvars=platform, **place),
+        cond.replace(
+            invars=[*platform, *product.invars], outvars=product.outvars, params=params, **place
+        ),
+    ]
+
+
+@functools.cache
+def _platforms(mesh: object) -> Jaxpr:
+    """Returns a jaxpr that runs one branch on a CPU, and another elsewhere, where this mesh is."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    return jax.make_jaxpr(run)(np.float32(0))
