@@ -116,6 +116,11 @@ UNDER_JIT: dict[str, Way] = {
     f"{GROUPS}, c=bf16,r=bf16": with_policy("c=bf16,r=bf16", groups=True),
     f"{GROUPS}, c=bf16, 4 micro-batches": with_policy("c=bf16", groups=True, microbatches=4),
 }
+UNDER_JIT |= {
+    "c=bf16,r=f32": with_policy("c=bf16,r=f32"),
+    "c=bf16,r=f32, 4 micro-batches": with_policy("c=bf16,r=f32", microbatches=4),
+    "c=bf16, 4 micro-batches": with_policy("c=bf16", microbatches=4),
+}
 UNDER_SHARD_MAP: dict[str, Way] = {
     "all_gather of bf16": gathered_by_hand,
     f"{GATHER}, c=bf16": gathered_by_jmpx("c=bf16"),

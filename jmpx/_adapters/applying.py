@@ -156,7 +156,13 @@ class Application(NamedTuple):
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
             end = f", as {name} casts arguments alone by it: leave by out, or write by=modules."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
-        output = policy_map.default.output_dtype
+        reduce, output = policy_map.default.reduce_dtype, policy_map.default.output_dtype
+        if reduce is not None and name == _NAME:
+            _warn(
+                f"reduce={dtype_name(reduce)} of policy map {str(policy_map)!r} has no effect: "
+                f"{name} runs a function, and does not see the program of its gradient: use "
+                "jmpx.value_and_grad or jmpx.grad with this policy, or leave reduce out."
+            )
         is_narrow = policy_map.writes_output and np.dtype(output).itemsize < 4
         if is_narrow and policy_map.way == "operations":
             _warn(

@@ -161,6 +161,11 @@ def split_batch(
         pairs = zip(split, treedef.unflatten(part), strict=True)
         return tuple(put_back(arrays) for (_, put_back), arrays in pairs)
 
+    if what == MICROBATCHES:
+        return [
+            array.reshape(array.shape[0] // count, count, *array.shape[1:]).swapaxes(0, 1)
+            for array in arrays
+        ], merge
     return [_split(array, count) for array in arrays], merge
 
 

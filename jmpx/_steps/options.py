@@ -109,8 +109,8 @@ class Options:
         self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
-        if is_mixed and self.over is None and self.batch.sharding is None:
-            _warn_of_reduce(self.applying.reduce_dtype)
+        if is_mixed:
+            _check_reduce(self.applying.policy_map, self.over)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         summed_in = self.applying.reduce_dtype or self.grad_dtype
         self.widens = is_mixed and summed_in is not None and jnp.dtype(summed_in).itemsize >= 4
@@ -208,13 +208,16 @@ def _check_one_mean(batch: Batch, over: Over | None) -> None:
         )
 
 
-def _warn_of_reduce(reduce_dtype: DTypeLike | None) -> None:
-    """Warns of a dtype of sums over devices where nothing is summed over devices."""
-    if reduce_dtype is not None:
-        _warn(
-            f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "
-            "without a mean over devices: give over=jmpx.Over(...), under jax.jit alone "
-            "batch=jmpx.Batch(sharding=...), or leave reduce out."
+def _check_reduce(policy_map: PolicyMap | None, over: Over | None) -> None:
+    """Refuses a dtype of sums over devices in which nothing is summed."""
+    if policy_map is None or policy_map.default.reduce_dtype is None or over is not None:
+        return
+    compute, reduce = policy_map.default.compute_dtype, policy_map.default.reduce_dtype
+    if jnp.dtype(reduce).itemsize < 4 and reduce != compute:
+        raise ValueError(
+            f"Cannot sum gradients in {dtype_name(reduce)}, as reduce in the gradient function's "
+            f"policy says, where they are computed in {dtype_name(compute)} and no mapped axis is "
+            "averaged over: write r=f32, leave reduce out, or give over=jmpx.Over(...)."
         )
 
 
