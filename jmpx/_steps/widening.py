@@ -254,8 +254,8 @@ class _Rewriting:
         (atom,), (var,) = eqn.invars, eqn.outvars
         source, dtype = self.read(atom), _FLOAT32 if _is_narrow(var) else var.aval.dtype
         if _is_narrow(source):  # no rule reaches what made it
-            made = eqn if _is_narrow(var) else core.with_scope(eqn, ROUNDED)
-            self._add(made, [source], [var])
+            self.changed |= not _is_narrow(var)
+            self._add(eqn if _is_narrow(var) else core.with_scope(eqn, ROUNDED), [source], [var])
         elif source.aval == core.with_dtype(var.aval, dtype):
             self.names[var] = source
             self.changed = True
@@ -378,12 +378,12 @@ def _may_fail_on_cpu(eqn: Equation) -> bool:
     """Whether XLA:CPU compiles a product with float32 sums, and may fail when it runs it.
 
     In JAX 0.7 to 0.12 it says "Unsupported element type for DotThunk: BF16 x BF16 = F32" of some
-    whose result it stores transposed. None of them has batch axes, and of matrices none fails.
+    whose result is transposed. None of them has batch axes.
     """
     if eqn.primitive.name != "dot_general" or eqn.outvars[0].aval.dtype != jnp.bfloat16:
         return False
     _, (batch, _) = eqn.params["dimension_numbers"]
-    return not batch and any(len(atom.aval.shape) > 2 for atom in eqn.invars)
+    return not batch
 
 
 def _by_platform(product: Equation) -> list[Equation]:
