@@ -38,6 +38,7 @@ FEW = ("float32", "by hand", MARKED[0], "autocast, save")
 MAIN = (*FEW, "autocast, save attention", "autocast", *MARKED[1:], "by hand, low scores", ALL_DOTS)
 BY_ARGUMENTS = ("arguments, save", "arguments, save mixed", "arguments, save attention")
 WRITTEN_OUT = (*MAIN, "autocast, save mixed", *BY_ARGUMENTS)
+WIDE = ("gradient functions", "gradient functions, r=f32")
 SKIPS = ("by hand", "by hand, cond", *(f"gradient functions, {by}" for by in ("where", "cond")))
 
 # Chip, model, layers, batch, whether scanned, dtype, ways, and what these points show.
@@ -47,6 +48,8 @@ GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...], str]] = [
     ("H100", "vit", 2, 2, False, "float16", (*SKIPS, PEERS[-1]), "where the state dominates"),
     ("H100", "vit", 12, 64, True, "bfloat16", (*MAIN, *CARRIES), "what a scan keeps"),
     ("H100", "long_byte_model", 4, 16, False, "bfloat16", WRITTEN_OUT, "1,024 tokens"),
+    ("H100", "vit", 4, 64, False, "bfloat16", WIDE[1:], "what float32 gradients cost"),
+    ("H100", "long_byte_model", 4, 16, False, "bfloat16", WIDE, "as ViT's"),
     ("A100", "vit", 4, 64, False, "bfloat16", MAIN[:6], "without estimates"),
 ]
 KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")

@@ -81,6 +81,11 @@ def by_arguments(
     return steps.jmpx_style(model, dtype, optimizer, policy=policy)
 
 
+def float32_gradients(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
+    policy = f"by=arguments,compute={dtype},reduce=float32"
+    return steps.jmpx_style(model, dtype, optimizer, policy=policy)
+
+
 autocast = steps.autocast_style
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
 MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
@@ -100,6 +105,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "MPX": (steps.mpx_style, {}),
     "module policies": (by_modules, {}),
     "gradient functions": (steps.jmpx_style, {}),
+    "gradient functions, r=f32": (float32_gradients, {}),
     "arguments, save": (by_arguments, {}),
     "arguments, save mixed": (partial(by_arguments, save="products+mixed"), {}),
     "arguments, save attention": (partial(by_arguments, save="products+attention"), {}),

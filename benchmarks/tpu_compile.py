@@ -48,6 +48,7 @@ LOW_SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
 REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
 MIXED = "autocast, save mixed"
 WITH_LOSS = "autocast, save, with the loss"
+WIDE = ("gradient functions", "gradient functions, r=f32")
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 
 # Model, layers, batch, chips, whether scanned, ways, and what these points show. The bars compare
@@ -80,6 +81,8 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 32, "one", False, MAIN, "the picture's right end"),
     ("resnet", 50, 32, "one", False, (*MAIN, "JMP"), "BatchNorm as others write it"),
     ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
+    ("vit", 6, 64, "one", False, ("gradient functions, r=f32",), "float32 gradients"),
+    ("language_model", 6, 16, "one", False, WIDE, "as ViT's, and sums of large logits"),
     ("vit", 12, 64, "one", False, BARS[:2], "whether six layers stand for the paper's twelve"),
 ]
 KEY = ("model", "way", "layers", "batch", "scanned", "chips")

@@ -5,10 +5,10 @@ import re
 from typing import NamedTuple
 
 from jmpx._jaxprs.marks import Module, is_own_name, module_of, split_policy, without_marks
-from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE
+from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE, ROUNDED
 from jmpx._policies.rules import Rule
 
-_OWN = (FULL_PRECISION, RESTORE)
+_OWN = (FULL_PRECISION, RESTORE, ROUNDED)
 # What JAX itself puts into name stacks: the subscripts of an einsum, and the parts of a checkpoint.
 _OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
 _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")

@@ -1,4 +1,4 @@
-"""Findings: long sums in 16 bits, and sums over devices."""
+"""Findings: long sums in 16 bits, sums over devices, and gradients that stay rounded."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,6 +8,9 @@ import numpy as np
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import (
+    CAST,
+    MOVES,
+    before,
     digits,
     is_low,
     largest_count,
@@ -17,20 +20,26 @@ from jmpx._inspect.audit.values import (
     worst,
 )
 from jmpx._inspect.graph import Node, Value
+from jmpx._jaxprs.core import scope_of
+from jmpx._jaxprs.scopes import ROUNDED
 
 _SUM = Kind("low-sum", Remedies.wider_operations)
 _COLLECTIVE = Kind("low-collective")
-KINDS = (_SUM, _COLLECTIVE)
+_GRADIENT = Kind("rounded-gradient")
+KINDS = (_SUM, _COLLECTIVE, _GRADIENT)
 _COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 def search(step: Step) -> Iterator[Found]:
-    """Yields `low-sum` and `low-collective`.
+    """Yields `low-sum`, `low-collective` and `rounded-gradient`.
 
     A backward pass repeats what its forward pass did, on whose line it is found. Only a sum that
     it adds, of the gradients of one row of a table or one parameter, is its own.
     """
     for node in step.graph.nodes:
+        if node.name == CAST and ROUNDED in scope_of(node.eqn):
+            yield from _gradient(step, node)
+            continue
         dtype = None if node.is_structure else low_dtype(node)
         if dtype is None or id(node) in step.explained:
             continue
@@ -57,6 +66,19 @@ def _sum(step: Step, node: Node, dtype: np.dtype) -> Iterator[Found]:
     )
     advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
     yield step.found(_SUM, severity, node, message, advice, nbytes=low_nbytes(node))
+
+
+def _gradient(step: Step, cast: Node) -> Iterator[Found]:
+    """Yields a finding about a gradient that `r=f32` has widened after it was rounded."""
+    rounded = cast.operands[0]
+    maker = before(rounded, MOVES).node or cast
+    is_sum = maker.name in ("reduce_sum", "mul")
+    message = (
+        f"{maker.name} makes a gradient in {rounded.dtype.name}, which stays rounded although the "
+        f"policy says r=f32: {'it reads too much memory' if is_sum else 'no rule widens it'}."
+    )
+    advice = "the cast of the parameter inside of the function whose derivative this is"
+    yield step.found(_GRADIENT, "medium", maker, message, advice, nbytes=rounded.nbytes)
 
 
 def _reduced(node: Node) -> int:
@@ -110,8 +132,7 @@ def _collective(step: Step, node: Node, dtype: np.dtype, axes: list[str]) -> Fou
     over = ", ".join(map(repr, axes))
     message = f"{node.name} over {over} sums in {dtype.name}, which keeps {digits(dtype)}."
     advice = (
-        "r=f32 in the policy of jmpx's gradient functions, with axis_name=; or cast to float32 "
-        "before the sum"
+        "r=f32 in the policy of jmpx's gradient functions, or the cast to float32 before the sum"
     )
     select = None if node.is_backward else step.graph.selector(node)
     rules = () if select is None else (f"{select}: full",)
