@@ -6,7 +6,8 @@ A page that no chapter names is put into one of its own, so that no page is lost
 CHAPTERS = {
     "Get started": ["start", "choosing", "which_way", "train_step", "notebooks/first_steps"],
     "Guides": [
-        *("policies", "loss_scaling", "autocast", "memory", "flags", "logging", "casts"),
+        *("policies", "loss_scaling", "autocast", "memory", "gradients", "flags"),
+        *("logging", "casts"),
         "how_it_works",
     ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],

@@ -97,9 +97,9 @@ def apply_policy(
             `func` sets a parameter of NNX that is cast.
 
     Warns:
-        UserWarning: if a rule or the output dtype has no effect; when called, if there is nothing
-            to cast, if something inside casts arguments again, if matmuls stay in float32, if
-            arrays of a model come back rounded, or if `save` leaves a part as it is.
+        UserWarning: if a rule, the output or the reduce dtype has no effect; when called, if there
+            is nothing to cast, if something inside casts arguments again, if matmuls stay in
+            float32, if arrays of a model come back rounded, or if `save` leaves a part as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx

@@ -99,18 +99,6 @@ def _as_traced(array: Array, aval: Aval) -> Array:
     return np.asarray(array, aval.dtype)
 
 
-@contextlib.contextmanager
-def tracing_explained(remedy: str) -> Iterator[None]:
-    """Adds a note to an error that comes of tracing a function which else runs with numbers."""
-    bodies = {*enclosing_bodies()}
-    try:
-        yield
-    except UNREAD as error:
-        if bodies <= {"derivative"}:
-            error.add_note(remedy)
-        raise
-
-
 def current_trace() -> object:
     """Returns an object that equals those of the same trace: of one body of a jaxpr."""
     return _of_core("get_opaque_trace_state")()

@@ -30,8 +30,9 @@ class Policy:
             `jax.default_matmul_precision` takes, in any case. None leaves it to what surrounds the
             policy's region; JAX's own default multiplies in bfloat16 on a TPU. A product that has a
             `precision=` of its own keeps that.
-        reduce_dtype: the dtype in which gradients are summed over devices; None means float32, or
-            the wider dtype of a parameter.
+        reduce_dtype: the dtype in which gradients are summed. With float32, they also leave their
+            products unrounded. None leaves them as their products round them, and sums them over
+            mapped axes in float32, or the wider dtype of a parameter.
 
     A dtype may be given as a name, a `np.dtype` or a scalar type. The policy keeps it as JAX's
     scalar type, such as `jnp.float32`.

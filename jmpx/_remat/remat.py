@@ -1,5 +1,6 @@
 """`jmpx.remat`: a function whose backward pass keeps the results of products, and little else."""
 
+import contextlib
 import functools
 import itertools
 import warnings
@@ -20,10 +21,6 @@ from jmpx._remat.checkpoints import Left, with_checkpoints
 from jmpx._remat.saving import Saving, get_saving
 
 F = TypeVar("F", bound=Callable[..., Any])
-_REMEDY = (
-    "save= traces the function that it is given to, so that Python reads no number of an array in "
-    "it: leave save= or jmpx.remat out, or give it a part of the function that reads none."
-)
 Words = Literal["products", "products+mixed", "products+attention"]
 
 
@@ -113,12 +110,28 @@ def run_saved(
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
     if not is_traced and not core.enclosing_bodies():  # nothing differentiates an eager call
         return fn(*args, **kwargs)
-    with core.tracing_explained(_REMEDY):
+    with _tracing_explained():
         traced = core.trace(fn, args, kwargs, name=getattr(user, "__name__", type(user).__name__))
     jaxpr, left = keeping_less(traced.jaxpr, saving)
     for message in messages_of(left):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     return traced.rebuild(core.evaluate(jaxpr, traced.arrays))
+
+
+@contextlib.contextmanager
+def _tracing_explained() -> Iterator[None]:
+    """Adds a note to an error that comes of tracing a function which else runs with numbers."""
+    bodies = {*core.enclosing_bodies()}
+    try:
+        yield
+    except core.UNREAD as error:
+        if bodies <= {"derivative"}:
+            error.add_note(
+                "save= traces the function that it is given to, so that Python reads no number of "
+                "an array in it: leave save= or jmpx.remat out, or give it a part of the function "
+                "that reads none."
+            )
+        raise
 
 
 def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:

@@ -28,7 +28,7 @@ from jmpx._steps.microbatches import Backward, accumulate
 from jmpx._steps.model_state import kept_if_finite
 from jmpx._steps.options import Options
 from jmpx._steps.results import ValueAndGradients
-from jmpx._steps.widening import with_wide_gradients
+from jmpx._steps.widening import value_and_wide_gradients
 
 R = TypeVar("R")
 Axes = frozenset[Hashable]
@@ -184,9 +184,11 @@ class _Call(NamedTuple):
             value = vary([options.to_float32(value)], shards.axes)[0]
             return self.scale.scale(value), (value, aux, (updates, new))
 
-        run = jax.value_and_grad(shards.find(scaled_loss, params), has_aux=True)
-        run = with_wide_gradients(run) if options.widens else run
-        (_, (value, aux, states)), scaled = run(params)
+        run = shards.find(scaled_loss, params)
+        if options.widens:
+            (_, (value, aux, states)), scaled = value_and_wide_gradients(run, params)
+        else:
+            (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
 
 

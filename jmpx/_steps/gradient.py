@@ -42,10 +42,11 @@ def value_and_grad(
         policy: anything that `jmpx.apply_policy` takes, such as `"c=bf16"`, `"c=f16"`, which needs
             a dynamic loss scale, or `"full"` for float32. It casts operations, unless it says
             `by=modules` or `by=arguments`; with `save=products`, the backward pass keeps less, see
-            `jmpx.remat`. Its reduce dtype is the one in which gradients are summed over devices.
+            `jmpx.remat`. With `r=f32`, gradients leave their products in float32, and are summed in
+            it over batches and devices, under `jax.jit`, too; see docs/gradients.md.
         grad_dtype: the dtype of the gradients of floating parameters; None means the dtype of each
-            parameter. With float32, 16-bit and 8-bit parameters get gradients that were not
-            rounded.
+            parameter. Float32 implies `r=f32`, so that 16-bit and 8-bit parameters get gradients
+            that were not rounded.
         uncast: the position or the name of an argument that is not cast, or several, such as
             targets that float16 cannot hold. Negative positions count from the end. With
             `by=modules`, the outermost module gets them so, and modules inside cast as ever.
@@ -67,8 +68,9 @@ def value_and_grad(
     Raises:
         TypeError: if an option is unknown or of another type, or there is no policy; when called,
             if `func` returns no floating scalar, or if there is nothing to differentiate or split.
-        ValueError: if an option has no such value, or two contradict each other; when called, if
-            they do not fit the call, or are float64 while JAX's 64-bit types are disabled.
+        ValueError: if an option has no such value, or two contradict each other, as a reduce dtype
+            in which nothing is summed; when called, if they do not fit the call, or are float64
+            while JAX's 64-bit types are disabled.
 
     Warns:
         UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale;

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.axes import vary, varying_axes
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Aval, Equation, Jaxpr
@@ -50,28 +51,19 @@ _NUMBERS = {
 }
 
 
-def with_wide_gradients(
-    run: Callable[[list[jax.Array]], tuple[PyTree, list[jax.Array]]],
-) -> Callable[[list[jax.Array]], tuple[PyTree, list[jax.Array]]]:
-    """Returns a function that does the same, and returns gradients that nothing has rounded.
+def value_and_wide_gradients(
+    run: Callable[[list[jax.Array]], tuple[jax.Array, PyTree]], params: list[jax.Array]
+) -> tuple[tuple[jax.Array, PyTree], list[jax.Array]]:
+    """Returns what `jax.value_and_grad(run, has_aux=True)` does, with gradients of float32 numbers.
 
-    Its second result are gradients, which come back in float32 where they were narrower.
+    They are in float32 where they were narrower. The loss is not traced: only its derivative is.
     """
-
-    def wide(params: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
-        with core.tracing_explained(_REMEDY):
-            traced = core.trace(run, (params,), {})
-        count = len(traced.jaxpr.outvars)
-        outs = tuple(i >= count - len(params) for i in range(count))
-        return traced.rebuild(core.evaluate(widened(traced.jaxpr, outs), traced.arrays))
-
-    return wide
-
-
-_REMEDY = (
-    "r=f32 and grad_dtype=float32 trace the loss, so that Python reads no number of an array in "
-    "it: leave them out, or keep such code out of the loss."
-)
+    value, pullback, aux = jax.vjp(run, params, has_aux=True)
+    (one,) = vary([jnp.ones_like(value)], varying_axes(value))
+    traced = core.trace(pullback, (one,), {})
+    wide = widened(traced.jaxpr, (True,) * len(traced.jaxpr.outvars))
+    (grads,) = traced.rebuild(core.evaluate(wide, traced.arrays))
+    return (value, aux), grads
 
 
 def widened(jaxpr: Jaxpr, outs: Flags) -> Jaxpr:
