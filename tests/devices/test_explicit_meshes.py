@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import normal
-from helpers.maps import in_float64
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jmpx
