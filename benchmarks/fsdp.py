@@ -61,11 +61,9 @@ def plain(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
     return jax.value_and_grad(model.loss)(*args)
 
 
-def with_policy(policy: str, groups: bool = False, microbatches: int = 1) -> Way:
+def with_policy(policy: str, microbatches: int = 1) -> Way:
     def way(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
-        rows = NamedSharding(mesh, ROWS) if groups else None
-        batch = jmpx.Batch(microbatches=microbatches, sharding=rows)
-        return with_jmpx(model.loss, policy, batch=batch)(*args)
+        return with_jmpx(model.loss, policy, microbatches=microbatches)(*args)
 
     return way
 
@@ -100,26 +98,21 @@ def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
         def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
             return model.loss(jmpx.distributed.gather(params, "data", policy), *batch)
 
-        batch, over = jmpx.Batch(microbatches=microbatches), jmpx.Over("data")
-        value_and_grad = with_jmpx(loss_fn, policy, uncast=0, batch=batch, over=over)
+        options = {"microbatches": microbatches, "over": "data"}
+        value_and_grad = with_jmpx(loss_fn, policy, uncast=0, **options)
         return under_shard_map(value_and_grad, mesh)(*args)
 
     return way
 
 
-GROUPS, GATHER = "batch_sharding", "jmpx.distributed.gather"  # the ways that jmpx offers
+GATHER = "jmpx.distributed.gather"
 UNDER_JIT: dict[str, Way] = {
     "float32": plain,
     "c=bf16": with_policy("c=bf16"),
     "autocast": with_autocast,
-    f"{GROUPS}, c=bf16": with_policy("c=bf16", groups=True),
-    f"{GROUPS}, c=bf16,r=bf16": with_policy("c=bf16,r=bf16", groups=True),
-    f"{GROUPS}, c=bf16, 4 micro-batches": with_policy("c=bf16", groups=True, microbatches=4),
-}
-UNDER_JIT |= {
     "c=bf16,r=f32": with_policy("c=bf16,r=f32"),
-    "c=bf16,r=f32, 4 micro-batches": with_policy("c=bf16,r=f32", microbatches=4),
     "c=bf16, 4 micro-batches": with_policy("c=bf16", microbatches=4),
+    "c=bf16,r=f32, 4 micro-batches": with_policy("c=bf16,r=f32", microbatches=4),
 }
 UNDER_SHARD_MAP: dict[str, Way] = {
     "all_gather of bf16": gathered_by_hand,

@@ -153,16 +153,15 @@ def by_hand(model: Llama, **form: Any) -> Step:
     return steps.handwritten(model, "float32", steps.ADAM)  # no cast but the model's own
 
 
-def by_arguments(model: Llama, groups: bool = False) -> Step:
-    batch = jmpx.Batch(sharding=model.rows) if groups else steps.PLAIN
-    return steps.jmpx_style(model, LOW, steps.ADAM, batch=batch)
+def by_arguments(model: Llama, policy: str | None = None) -> Step:
+    return steps.jmpx_style(model, LOW, steps.ADAM, policy=policy)
 
 
 WAYS: dict[str, Callable[[Llama], Step]] = {
     "float32": by_hand,
     "by hand": partial(by_hand, casts=LOW),
     "c=bf16": by_arguments,
-    "c=bf16, batch_sharding": partial(by_arguments, groups=True),
+    "c=bf16,r=f32": partial(by_arguments, policy="by=arguments,c=bf16,r=f32"),
     "autocast": autocast,
     "by hand, products saved": partial(by_hand, casts=LOW, saveable=SAVEABLE),
     "autocast, save": saved,

@@ -44,13 +44,12 @@ MARKED_BLOCKS = {f"{layers} layers, marked blocks": 1.15 for layers in (12, 48, 
 MARKED_BLOCKS["24 layers, scanned, marked blocks"] = 1.0
 FIRST_USE = {f"first use, {layers} layers": 1.6 for layers in (4, 12)}
 SENT = {  # what a device may send in a step, in MiB
-    ("fsdp_partitioner", "batch_sharding, c=bf16"): 7.2,
-    ("fsdp_partitioner", "batch_sharding, c=bf16,r=bf16"): 4.4,
+    ("fsdp_partitioner", "c=bf16,r=f32"): 7.2,
     ("fsdp_stablehlo", "jmpx.distributed.gather, c=bf16"): 4.3,
     ("fsdp_stablehlo", "jmpx.distributed.gather, c=bf16,r=bf16"): 2.9,
 }
 EXACT = {  # what sums gradients in float32, where weights are gathered in bfloat16
-    "batch_sharding, c=bf16": "all-reduce f32",
+    "c=bf16,r=f32": "all-reduce f32",
     "jmpx.distributed.gather, c=bf16": "reduce-scatter f32",
 }
 ROUTER = "; */router: c=f32,m=highest"  # how the policy ends whose steps have a bar

@@ -37,7 +37,6 @@ import jmpx
 PyTree = Any
 Optimizer = optax.GradientTransformation
 
-PLAIN = jmpx.Batch()  # neither split nor in micro-batches
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
 LOW = ("bfloat16", "float16")
@@ -202,19 +201,14 @@ def jmpx_style(
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
-    batch: jmpx.Batch = PLAIN,
     **skip: Any,
 ) -> Step:
     optimizer = jmpx.skip_nonfinite(optimizer) if counting else optimizer
 
     def run(state: PyTree, *arrays: jax.Array) -> Any:
         params, opt_state, scaling = state
-        grad_fn = jmpx.value_and_grad(
-            loss_fn or model.loss,
-            scaling,
-            policy=policy or f"by=arguments,compute={dtype}",
-            batch=batch,
-        )
+        casts = policy or f"by=arguments,compute={dtype}"
+        grad_fn = jmpx.value_and_grad(loss_fn or model.loss, scaling, policy=casts)
         loss, scaling, finite, grads = grad_fn(params, *arrays)
         if scales:
             new = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite, **skip)

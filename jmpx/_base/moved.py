@@ -17,7 +17,7 @@ GRADIENT_ARGUMENTS = {
     "accumulate_steps": "microbatches=...",
     "axis_name": 'over="data"',
     "batch_argnums": "batch=jmpx.Batch(argnums=...)",
-    "batch_sharding": "batch=jmpx.Batch(sharding=...)",
+    "batch_sharding": "r=f32 in the policy",
     "dtype": 'policy="c=bf16"',
     "scaling": "the loss scale as the second argument, or loss_scale=...,",
     "sharded": 'over=jmpx.Over("data", sharded=...)',

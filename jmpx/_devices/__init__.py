@@ -7,8 +7,7 @@ The way through it, in the order of reading:
 2. `exchanges`: what the decision reads from the program: the gathers of parameters, and the other
    operations by which the loss of a device depends on other devices.
 3. `reduction`: the mean of a loss and of its gradients, in the dtype of the policy's reduce.
-4. `layer_means`: the same mean inside of a loop over stacked layers, for each layer by itself.
-5. `gather`: `jmpx.distributed.gather`, which gathers in the compute dtype, and sums gradients in
+4. `gather`: `jmpx.distributed.gather`, which gathers in the compute dtype, and sums gradients in
    the reduce dtype.
 
 The room imports `_base`, `_jaxprs` (to trace a function and to walk through its program),

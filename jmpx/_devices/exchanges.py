@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jmpx._base.axes import axis_names
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, trace
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, evaluate, inner_jaxprs, is_literal, trace
 from jmpx._jaxprs.inner import all_equations, inner_of, walk
 from jmpx._jaxprs.moves import EXCHANGES, HIDING, PLACEMENTS
 
@@ -65,28 +65,21 @@ class Source(NamedTuple):
     by_place: bool = False  # whether it depends on the place of its device on a mapped axis
 
 
-# What evaluates a jaxpr.
-Evaluate = Callable[[Sequence[jax.Array]], list[jax.Array]]
-
-
 def find_exchanges(
     func: Callable[[list[jax.Array]], R],
     params: list[jax.Array],
     axes: Iterable[Hashable],
-    change: Callable[[Jaxpr], Evaluate],
 ) -> tuple[Callable[[list[jax.Array]], R], Source]:
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 
     A gather of activations, as in contrastive losses, counts as another exchange, as they depend on
     data. Exchanges that reach aux alone, or no gradient, do not count. Returns a function that does
-    the same without another call of `func`, as `change` makes it of its jaxpr, and the source of
-    the loss, its first result.
+    the same without another call of `func`, and the source of the loss, its first result.
     """
     traced = trace(func, (params,), {})
     inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
     results = _follow(traced.jaxpr, inputs, frozenset(axes))
-    run = change(traced.jaxpr)
-    return lambda params: traced.rebuild(run(params)), results[0]
+    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params)), results[0]
 
 
 def _join(sources: Sequence[Source]) -> Source:

@@ -22,14 +22,12 @@ def unscaled_mean(
     axis_name: AxisName | None,
     reduce_dtype: DTypeLike | None,
     shards: Sequence[frozenset[Hashable]],
-    averaged: frozenset[int] = frozenset(),
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns a loss and its gradients, averaged over an axis, the gradients unscaled.
 
-    `shards` has, for each gradient, the axes over which its parameter is a shard, and `averaged`
-    the indices of gradients that are means already. In a dtype that a policy sets, the scaled
-    gradients are summed: there the loss scale protects the sum, too, and an overflow in it reaches
-    all devices, which skip the step together.
+    `shards` has, for each gradient, the axes over which its parameter is a shard. In a dtype that
+    a policy sets, the scaled gradients are summed: there the loss scale protects the sum, too, and
+    an overflow in it reaches all devices, which skip the step together.
     """
     if axis_name is None:
         return value, scale.unscale(grads)
@@ -42,20 +40,19 @@ def unscaled_mean(
     grads = [grad / size if size > 1 else grad for grad, size in zip(grads, sizes, strict=True)]
     together = defaultdict(list)  # the indices of the gradients that are summed over the same axes
     for index, split in enumerate(shards):
-        over = () if index in averaged else tuple(name for name in names if name not in split)
-        together[over].append(index)
+        together[tuple(name for name in names if name not in split)].append(index)
     means: dict[int, jax.Array] = {}
     for over, indices in together.items():
         chosen = [grads[index] for index in indices]
         if over:
-            chosen = mean_in(reduce_dtype, chosen, over)
+            chosen = _mean_in(reduce_dtype, chosen, over)
         means.update(zip(indices, chosen, strict=True))
     grads = [means[index] for index in range(len(grads))]
     value = jax.lax.pmean(value, names)
     return value, grads if reduce_dtype is None else scale.unscale(grads)
 
 
-def mean_in(
+def _mean_in(
     dtype: DTypeLike | None, arrays: Sequence[jax.Array], axis_name: AxisName
 ) -> list[jax.Array]:
     """Averages arrays whose floating ones are summed in a dtype; complex ones keep their own.

@@ -31,18 +31,20 @@ GRADIENT = {
     "accumulate_steps": ("batch", "microbatches"),
     "axis_name": ("over", "axis_name"),
     "batch_argnums": ("batch", "argnums"),
-    "batch_sharding": ("batch", "sharding"),
     "microbatches": ("batch", "microbatches"),
     "scaling": ("loss_scale", ""),
     "sharded": ("over", "sharded"),
     "uncast_argnames": ("uncast", ""),
     "uncast_argnums": ("uncast", ""),
 }
+_R = "leave out batch_sharding, and write r=f32 in the policy"
 # Other arguments of jmpx 0.2 that are gone, by function and argument: what to write.
 GONE = {
     ("autocast", "pieces"): 'leave out pieces: save="products" finds blocks',
     ("autocast", "rules"): 'write the rules into the policy, as in "c=bf16; op.exp: f32"',
+    ("filter_grad", "batch_sharding"): _R,
     ("filter_grad", "use_mixed_precision"): moved.GRADIENT_ARGUMENTS["use_mixed_precision"],
+    ("filter_value_and_grad", "batch_sharding"): _R,
     ("filter_value_and_grad", "use_mixed_precision"): 'write policy="full" for False',
     ("force_full_precision", "matmul"): 'wrap it in jmpx.full_precision(..., matmul="highest")',
     ("low_precision_params", "state_dtype"): "wrap the optimizer in jmpx.optim.with_state_dtype",

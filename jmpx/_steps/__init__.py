@@ -8,7 +8,7 @@ The way through it, in the order of reading:
    whether all gradients are finite. `arrays` takes the parameters out of the first argument,
    `model_state` hands running statistics on, and keeps the old ones where a gradient overflowed.
 3. `batches` splits the arguments of a call. `microbatches` sums the gradients of the parts in a
-   loop, `groups` averages those of the devices that `jax.jit` splits a batch over.
+   loop.
 4. `optimizer`: `optimizer_update` and `skip_nonfinite`; `skipping` selects between the old and the
    new state, or raises. `checks` refuses wrong arguments, also those of other files.
 5. `progress` tells on the host that a run only skips; `metrics` has the numbers to plot.

@@ -1,7 +1,6 @@
 """What a gradient function does when it is called: passes, means, one check, one loss scale."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -10,20 +9,16 @@ import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
-from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
-from jmpx._devices.exchanges import Evaluate, find_exchanges
-from jmpx._devices.layer_means import with_layer_means
+from jmpx._devices.exchanges import find_exchanges
 from jmpx._devices.reduction import unscaled_mean
 from jmpx._devices.shards import Over, Parameters, read_mask
-from jmpx._jaxprs.core import Jaxpr, evaluate
 from jmpx._jaxprs.passed_on import without_passed_on
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
-from jmpx._steps.batches import GROUPS, MICROBATCHES, positions_of
-from jmpx._steps.groups import AXIS, Groups, as_placed, check_variables, differs
+from jmpx._steps.batches import positions_of
 from jmpx._steps.microbatches import Backward, accumulate
 from jmpx._steps.model_state import kept_if_finite
 from jmpx._steps.options import Options
@@ -48,17 +43,8 @@ def differentiate(
     application = options.applied()
     options.check_stored(application.policy_map, stored, args[0])
     old_state = options.model_state.get(args)
-    call = _Call(options, application, pure, merge, kwargs, options.over, options.scaling)
-    checked, axes = None, ()
-    if options.batch.sharding is None:
-        result, checked, axes = call.mean(params, state, args)
-    else:
-        groups = Groups(options.batch.sharding)
-        run = functools.partial(call.mean_of_groups, groups)
-        result = groups.in_auto_axes(run, params, options.scaling, state, args, kwargs)
-        if groups.explicit_axes:
-            stored_state = result.state[0].stored(), old_state
-            result = result._replace(state=as_placed(result.state, stored_state))
+    call = _Call(options, application, pure, merge, kwargs)
+    result, checked, axes = call.mean(params, state, args)
     grads = cast_gradients(result.grads, stored, options.grad_dtype)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -84,13 +70,10 @@ class _Call(NamedTuple):
     pure: PureFunction
     merge: Merge  # puts parameters back into the first argument
     kwargs: Keywords
-    over: Over | None  # may be the axis of the groups
-    scaling: LossScale
-    groups: Groups | None = None
 
     @property
     def scale(self) -> LossScale:
-        return self.scaling if self.options.is_mixed else NoOpLossScale()
+        return self.options.scaling if self.options.is_mixed else NoOpLossScale()
 
     def mean(
         self, params: list[jax.Array], state: State, args: Arguments
@@ -100,8 +83,8 @@ class _Call(NamedTuple):
         Beside it are arrays that are finite if all gradients are and cost less to check, or None,
         and the axes along which devices still have to agree on that.
         """
-        options, over = self.options, self.over
-        shards = _Shards(self.merge(params), over, self.groups, self.application.reduce_dtype)
+        options, over = self.options, self.options.over
+        shards = _Shards(self.merge(params), over)
         params = vary(params, shards.axes)
         run = self.run if options.batch.microbatches == 1 else self.accumulate
         with self.application.products():  # around all: a custom_vjp is traced backward, too
@@ -113,43 +96,19 @@ class _Call(NamedTuple):
             None if over is None else over.axis_name,
             self.application.reduce_dtype,
             shards.found,
-            shards.averaged(backward.grads),
         )
         mean = backward._replace(value=value, grads=grads)
         if over is not None:
             return mean, None, shards.disagreeing(grads, value)
         # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
-        return mean, backward.grads if is_at_least_1(self.scaling) else None, ()
-
-    def mean_of_groups(
-        self,
-        groups: Groups,
-        params: list[jax.Array],
-        scaling: LossScale,
-        state: State,
-        args: Arguments,
-        kwargs: Keywords,
-    ) -> Backward:
-        """Returns the mean value and gradients over the groups, from arrays that it is given."""
-        _, merge = split_parameters(args)
-        new = {"merge": merge, "kwargs": kwargs, "over": Over(AXIS), "scaling": scaling}
-        call = self._replace(**new, groups=groups)
-        parts, join = self.options.split(args, groups.count, GROUPS, kwargs)
-
-        def run(arrays: Sequence[jax.Array]) -> Backward:
-            one, *_ = call.mean(params, state, join(arrays))
-            changes = one.state[0]
-            check_variables(changes.arrays, changes.stored().arrays)
-            return one
-
-        return groups.run(run, parts)
+        return mean, backward.grads if is_at_least_1(options.scaling) else None, ()
 
     def accumulate(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
-        parts, join = options.split(args, options.batch.microbatches, MICROBATCHES, self.kwargs)
+        parts, join = options.split(args, self.kwargs)
 
         def run(states: tuple[State, PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(join(arrays), states[1])
@@ -172,7 +131,7 @@ class _Call(NamedTuple):
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             inputs = (self.merge(params), *args[1:])
             result, updates = application.run(self.pure, state, inputs, self.kwargs)
-            if options.batch.microbatches > 1 or options.batch.sharding is not None:
+            if options.batch.microbatches > 1:
                 given = self.pure, state, inputs, self.kwargs, updates
                 updates = without_passed_on(application.run, *given)
             value, aux = _loss_and_aux(result, options.has_aux)
@@ -195,13 +154,9 @@ class _Call(NamedTuple):
 class _Shards:
     """Which parameters are shards, as far as it is known: the first pass sets `found`."""
 
-    def __init__(
-        self, model: PyTree, over: Over | None, groups: Groups | None, reduce: DTypeLike | None
-    ) -> None:
+    def __init__(self, model: PyTree, over: Over | None) -> None:
         self.axes: tuple[Hashable, ...] = ()
         self.found: list[Axes] = []
-        self.in_loops: list[bool] = []  # whether loops average a parameter's gradient
-        self.groups, self.reduce = groups, reduce
         if over is None:
             return
         check_axis(over.axis_name)
@@ -216,23 +171,10 @@ class _Shards:
         """Returns a pass that does the same, after it has found which parameters are shards."""
         if not self.axes:
             return run
-        run, loss = find_exchanges(run, params, self.axes, self.change)
+        run, loss = find_exchanges(run, params, self.axes)
         self.found = self.parameters.find_shards(loss, self.axes)
         self.shared_over = frozenset(exchange.axis for exchange in loss.exchanges)
         return run
-
-    def change(self, jaxpr: Jaxpr) -> Evaluate:
-        """Returns what evaluates a loss: that of a group, with means in its loops over layers."""
-        if self.groups is None:
-            return functools.partial(evaluate, jaxpr)
-        run, self.in_loops = with_layer_means(self.groups.freed(jaxpr), AXIS, self.reduce)
-        return run
-
-    def averaged(self, grads: Sequence[jax.Array]) -> frozenset[int]:
-        """Returns the indices of the gradients that are means over the groups already."""
-        # A loss may read a parameter outside of the loops, too.
-        pairs = enumerate(zip(self.in_loops, grads, strict=False))
-        return frozenset(i for i, (is_mean, grad) in pairs if is_mean and not differs(grad))
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
         """Returns the axes along which devices share a loss, but not their gradients."""

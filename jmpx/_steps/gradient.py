@@ -54,8 +54,7 @@ def value_and_grad(
             the first element of an aux tuple. It is neither cast nor split.
         microbatches: how many parts all arguments but the first are split into, one after the
             other, so that the memory of activations is that of one part.
-        batch: a `jmpx.Batch`, for more: which arguments are split, or a batch that `jax.jit` splits
-            over devices.
+        batch: a `jmpx.Batch`, which says which arguments are split, too.
         over: the name of the mapped axis over which to average value and gradients, or a
             `jmpx.Over` for parameters that are shards.
 

@@ -104,7 +104,6 @@ class Options:
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
         self.over = over if over is None or isinstance(over, Over) else Over(over)
         self.batch = _batch(batch, microbatches)
-        _check_one_mean(self.batch, self.over)
         numbers_of(self.batch.argnums, state_argnum)
         self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast, state_argnum)
@@ -126,8 +125,8 @@ class Options:
     def check_overwritten(self, model: PyTree) -> None:
         """Refuses state that Flax's float8 layers hand out as gradients where it would change."""
         is_scaled = self.is_mixed and not isinstance(self.scaling, NoOpLossScale)
-        is_mean = self.batch.microbatches > 1 or self.batch.sharding is not None
-        if not (is_scaled or is_mean or self.over is not None):
+        is_mean = self.batch.microbatches > 1 or self.over is not None
+        if not (is_scaled or is_mean):
             return
         path = next((path for path in paths_of(model) if _OVERWRITTEN in path), None)
         if path is not None:
@@ -195,16 +194,6 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
         raise TypeError(
             f"Expected {', '.join(_NAMES)} or has_aux as an option of a gradient function, got "
             f"{name}{end}"
-        )
-
-
-def _check_one_mean(batch: Batch, over: Over | None) -> None:
-    """Refuses a batch that `jax.jit` splits over devices beside a mapped axis."""
-    if batch.sharding is not None and over is not None:
-        raise ValueError(
-            f"Cannot average over both batch=jmpx.Batch(sharding={batch.sharding}) and "
-            f"over=jmpx.Over({over.axis_name!r}): a sharding is for jax.jit alone, and over for "
-            "the mapped axis of jax.shard_map, jax.pmap or jax.vmap, so leave one of them out."
         )
 
 

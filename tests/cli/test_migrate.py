@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import error_of, run_jmpx
-from jax.sharding import PartitionSpec
 
 import jmpx
 import jmpx.mpx
@@ -337,11 +336,11 @@ def test_each_argument_that_is_gone_is_marked(function, argument):
 
 @pytest.mark.parametrize("argument", GRADIENT)
 def test_each_argument_of_gradients_is_one_of_today(argument):
-    given = {"batch_sharding": "P('data')", "sharded": "False, axis_name='data'", "scaling": "s"}
+    given = {"sharded": "False, axis_name='data'", "scaling": "s"}
     scale, value = "" if argument == "scaling" else "s, ", given.get(argument, "1")
     migrated = migrate_source(f"import jmpx\ng = jmpx.filter_grad(f, {scale}{argument}={value})\n")
     assert migrated.edits == 3 and migrated.marks == ()  # the name and the policy, too
-    namespace = {"f": lambda x: x, "s": jmpx.NoOpLossScale(), "P": PartitionSpec}
+    namespace = {"f": lambda x: x, "s": jmpx.NoOpLossScale()}
     exec(migrated.text, namespace)  # the arguments are accepted
     assert callable(namespace["g"])
 

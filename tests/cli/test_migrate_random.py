@@ -106,7 +106,9 @@ def behaviour(text, migrated):
         return found if fromlist else known[root]
 
     def show(*values):
-        shown.append(re.sub(" at 0x[0-9a-f]+", "", repr(values)))  # a class's object has no other name
+        shown.append(
+            re.sub(" at 0x[0-9a-f]+", "", repr(values))
+        )  # a class's object has no other name
 
     names = {**vars(builtins), "__import__": find, "print": show}
     here = {"__builtins__": names, "typing": typing, "__name__": "program"}

@@ -1,6 +1,5 @@
 """Meshes whose axes are `Explicit`, as `jax.make_mesh` makes them, in place of `Auto` ones."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -9,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import normal
-from helpers.maps import in_float64
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jmpx
 
@@ -63,15 +61,11 @@ def step(optimizer, to_stored=lambda params: params):
     return run
 
 
-def of_batch(**options):
-    return gradients(batch=jmpx.Batch(**options))
-
-
 SGD = optax.sgd(0.1, momentum=0.5)
 FUNCTIONS = {
-    "microbatches that cannot be split": of_batch(microbatches=12),
-    "sharding, two axes": of_batch(sharding=P(("data", "model"))),
-    "sharding, microbatches": of_batch(microbatches=2, sharding=P("data")),
+    "microbatches that cannot be split": gradients(microbatches=12),
+    "reduce": gradients("c=bf16,r=f32"),
+    "reduce, microbatches": gradients("c=bf16,r=f32", microbatches=3),
     "grad_dtype": gradients(grad_dtype="bf16"),
     "stochastic_round": lambda p, x, y: jmpx.optim.stochastic_round(
         p, jnp.bfloat16, jax.random.key(0)
@@ -83,7 +77,7 @@ FUNCTIONS = {
     "autocast": lambda p, x, y: jax.value_and_grad(jmpx.autocast(loss_fn, "f16"))(p, x, y),
     "autocast, save": lambda p, x, y: jax.grad(jmpx.autocast(loss_fn, save="products"))(p, x, y),
 }
-ROUNDED = ("autocast", "autocast, save")
+ROUNDED = ("autocast", "autocast, save", "reduce", "reduce, microbatches")
 
 
 @pytest.mark.thorough
@@ -111,55 +105,11 @@ def test_an_explicit_mesh_gives_what_an_auto_one_does(rng):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# Groups
-
-
-@pytest.mark.parametrize("how", ["set_mesh", pytest.param("named", marks=pytest.mark.thorough)])
-def test_groups_of_an_explicit_mesh_against_float64(how, rng):
-    """Without `auto_axes` by the user; a scale from outside, aux, and state that stays split."""
-    mesh = make_mesh(AxisType.Explicit, 4, 2)
-    params, x = {"w": normal(rng, 6, 3), "b": normal(rng, 3)}, normal(rng, 24, 6)
-    state, offset = normal(rng, 2, 3), normal(rng, 3)
-
-    def loss(params, x, state, offset=0.0, name=None):
-        h = x @ params["w"] + params["b"] + offset
-        return jnp.mean(h**2), (state * 2 + h.mean(0).astype(jnp.float32), {"h": h, "text": "aux"})
-
-    sharding = P("data") if how == "set_mesh" else NamedSharding(mesh, P("data"))
-    options = {"policy": "c=f32", "batch": jmpx.Batch(argnums=1, sharding=sharding)}
-
-    def run(params, x, state, offset, scaling):
-        grad_fn = jmpx.value_and_grad(loss, scaling, True, state_argnum=2, **options)
-        found = grad_fn(params, x, state, offset=offset, name="text")
-        (value, (state, aux)), scaling, finite, grads = found
-        assert aux["text"] == "aux" and aux["h"].shape == (4, 6, 3)
-        return value, scaling, finite, grads, state, aux["h"]
-
-    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    args = (
-        {"w": place(params["w"], "model"), "b": place(params["b"])},
-        place(x, "data"),
-        place(state, "model"),
-        place(offset),
-        place(jmpx.DynamicLossScale(8.0)),
-    )
-    with jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext():
-        value, scaling, finite, grads, new_state, h = jax.jit(run)(*args)
-    of_all = lambda p, x, offset: loss(p, x, 0.0, offset)[0]  # noqa: E731
-    expected, expected_grads = in_float64(of_all, params, x, offset)
-    assert finite and scaling.counter == 1
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for name, grad in grads.items():
-        np.testing.assert_allclose(grad, expected_grads[name], rtol=1e-5, atol=1e-6)
-    assert jax.typeof(grads["w"]).sharding.spec == P("model", None)
-    assert jax.typeof(new_state).sharding.spec == P("model", None)
-    activations = x @ params["w"] + params["b"] + offset
-    np.testing.assert_allclose(new_state, state * 2 + activations.mean(0), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(h.reshape(24, 3), activations, rtol=1e-4, atol=1e-5)
+# Micro-batches
 
 
 def test_micro_batches_keep_their_examples_split(rng):
-    """In order: the first part has the first examples, a share of them on each device."""
+    """A part has every third example, a share of them on each device."""
     specs = []
 
     def loss(w, x):
@@ -172,7 +122,7 @@ def test_micro_batches_keep_their_examples_split(rng):
     with jax.set_mesh(make_mesh(AxisType.Explicit, 4)):
         found = jax.jit(grad_fn)(jax.device_put(w, P()), jax.device_put(x, P("data")))
     assert set(specs) == {P("data", None)}
-    np.testing.assert_array_equal(np.asarray(found.value[1]).reshape(24, 6), x)
+    np.testing.assert_array_equal(found.value[1], x.reshape(8, 3, 6).swapaxes(0, 1))
     expected = jax.jit(jax.grad(lambda w: loss(w, x)[0]))(w)
     np.testing.assert_allclose(found.grads, expected, rtol=1e-4, atol=1e-6)
 
@@ -180,10 +130,9 @@ def test_micro_batches_keep_their_examples_split(rng):
 def reports(params, x):
     """What the reports say of a step: shares, ranges, and the cause of an infinity."""
     loss = lambda params, x: jnp.mean((x @ params) ** 2)  # noqa: E731
-    batches = jmpx.Batch(), jmpx.Batch(sharding=P("data"))
     funcs = [
-        lambda *args, b=batch: jmpx.grad(loss, NOOP, policy="c=bf16", batch=b)(*args).grads
-        for batch in batches
+        lambda *args, policy=policy: jmpx.grad(loss, NOOP, policy=policy)(*args).grads
+        for policy in ("c=bf16", "c=bf16,r=f32")
     ]
     divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
     return [
@@ -209,7 +158,7 @@ def test_reports_of_explicit_meshes(rng):
 # The table of docs/sharding.md: what works on an Explicit mesh
 
 
-POLICIES = ["c=bf16,o=f32", "by=operations,c=bf16"]
+POLICIES = ["c=bf16,o=f32", "c=bf16,r=f32"]
 
 
 def plain(params, x):
@@ -240,10 +189,7 @@ def placed_lookup(params, tokens):
 CASES = [
     ("whole", plain, "shard_map"),
     ("rows", plain, "alone"),
-    ("whole", plain_lookup, "groups"),
     ("fsdp", resharded, "alone"),
-    ("tensor", plain, "groups"),
-    ("fsdp", plain, "groups"),
     ("tensor", with_out_sharding(P("data")), "alone"),
     ("tensor", with_out_sharding(P()), "shard_map"),
     ("whole", placed_lookup, "alone"),
@@ -253,9 +199,8 @@ CASES = [
 
 def gradients_of(model, how, policy):
     loss = lambda params, x: jnp.mean(model(params, x).astype(jnp.float32) ** 2)  # noqa: E731
-    batch, over = jmpx.Batch(sharding=P("data")), jmpx.Over("data")
-    options = {"alone": {}, "groups": {"batch": batch}, "shard_map": {"over": over}}[how]
-    run = jmpx.grad(loss, NOOP, policy=policy, **options)
+    over = jmpx.Over("data") if how == "shard_map" else None
+    run: Any = jmpx.grad(loss, NOOP, policy=policy, over=over)
     if how == "shard_map":
         specs = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
         run = jax.shard_map(run, **specs)

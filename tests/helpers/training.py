@@ -1,14 +1,12 @@
-"""A small loss, loss scales of each kind, gradients by hand and in float64, groups of examples."""
+"""A small loss, loss scales of each kind, gradients by hand."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmpx
-from helpers import maps, normal
+from helpers import normal
 
 LOSS_SCALES = {
     "NoOp": jmpx.NoOpLossScale,
@@ -38,20 +36,3 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 def value(loss_scale):
     return float(loss_scale.loss_scale)
-
-
-EXAMPLES = 24
-
-
-def over(devices):
-    return NamedSharding(maps.mesh_of(devices), P("data"))
-
-
-def in_float64(params, *args, loss=loss_fn):
-    return maps.in_float64(loss, params, *args)
-
-
-def assert_near(result, reference, tolerance=2e-6):
-    np.testing.assert_allclose(result.value, reference[0], rtol=tolerance)
-    for got, expected in zip(*map(jax.tree.leaves, (result.grads, reference[1])), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance / 10)

@@ -150,7 +150,7 @@ def test_the_pages_are_made_of_the_results():
     for path, text in pages.items():
         assert path.read_text() == text, path
     bars = [*report.bars(records.read(records.CPU))]
-    assert sum(map(bool, (report.HEADLINE.search(row.measure) for row in bars))) == 36
+    assert sum(map(bool, (report.HEADLINE.search(row.measure) for row in bars))) == 35
     with pytest.raises(ValueError, match="Found 0 tables with the header"):
         report.replaced("# A page", "| a | b |\n| --- | --- |")
     late = records.Row("bytes", value=1.02, bar=1.01)

@@ -298,7 +298,7 @@ def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, ch
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("way", ["c=bf16", "batch_sharding, c=bf16"])
+@pytest.mark.parametrize("way", ["c=bf16", "c=bf16,r=f32"])
 def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
     step = fsdp.prepare(way, fsdp.problem(), gpu.devices("H100", fsdp.DEVICES)).traced
     program = step.lower(lowering_platforms=("cuda",)).compile(gpu.OPTIONS["H100"])
@@ -309,7 +309,7 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
         sent[f"{one.kind} {one.dtype}"] += one.sent / 2**20
     counted = collectives.table(collectives.read(program.as_text()))
     assert {kind: sent[kind] for kind in counted} == pytest.approx(counted, rel=1e-3)
-    sums = "f32" if "batch" in way else "bf16"
+    sums = "f32" if "r=f32" in way else "bf16"
     assert sent[f"reduce-scatter {sums}"] > 1 and sent["all-gather bf16"] > 1
     assert sent["all-gather f32"] == 0
 

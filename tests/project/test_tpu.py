@@ -129,19 +129,26 @@ def problem():
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("way", [fsdp.GROUPS, fsdp.GATHER])
-@pytest.mark.parametrize(("reduce", "dtype"), [("", "f32"), (",r=bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        ("c=bf16", "bf16"),
+        ("c=bf16,r=f32", "f32"),
+        (f"{fsdp.GATHER}, c=bf16", "f32"),
+        (f"{fsdp.GATHER}, c=bf16,r=bf16", "bf16"),
+    ],
+)
 def test_sharded_weights_are_gathered_in_bfloat16_and_reduced_in_the_policys_dtype(
-    way, reduce, dtype, problem
+    way, dtype, problem
 ):
-    found = fsdp.measure(f"{way}, c=bf16{reduce}", "tpu", problem, tpu.devices())
+    found = fsdp.measure(way, "tpu", problem, tpu.devices())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.params)) * 7 / 8 / 2**20
     gathers = {key: sent for key, sent in found["by_kind"].items() if key.startswith("all-gather")}
     sums = {key: sent for key, sent in found["by_kind"].items() if key.startswith("reduce-scatter")}
     assert [*gathers] == ["all-gather bf16"] and [*sums] == [f"reduce-scatter {dtype}"]
     # Small arrays, biases and scales, are all-reduced. Weights may be gathered once more, backward.
     assert 0.9 * size / 2 < sum(gathers.values()) < 2.1 * size / 2
-    assert 0.9 * size < sum(sums.values()) * (2 if reduce else 1) < 1.1 * size
+    assert 0.9 * size < sum(sums.values()) * (2 if dtype == "bf16" else 1) < 1.1 * size
     assert found["peak_mib"] > 0
 
 
@@ -151,14 +158,12 @@ def test_stacked_layers_are_reduced_inside_of_the_loop():
     mesh, (layers, size) = Mesh(np.array(tpu.devices()), ("data",)), (4, 256)
     split, rows = NamedSharding(mesh, P(None, "data")), NamedSharding(mesh, P("data"))
 
-    def step(groups, weights, x):
+    def step(policy, weights, x):
         def loss(weights, x):
             layer = jax.checkpoint(lambda h, w: (h + jax.nn.gelu(h @ w), None))
             return (jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2).mean()
 
-        batch = jmpx.Batch(sharding=rows if groups else None)
-        noop = jmpx.NoOpLossScale()
-        grads = jmpx.grad(loss, noop, policy="c=bf16", batch=batch)(weights, x).grads
+        grads = jmpx.grad(loss, jmpx.NoOpLossScale(), policy=policy)(weights, x).grads
         return weights - 0.1 * grads
 
     shapes = (layers, size, size), (32768, size)
@@ -167,8 +172,8 @@ def test_stacked_layers_are_reduced_inside_of_the_loop():
         for shape, sharding in zip(shapes, (split, rows), strict=True)
     ]
     peaks, sums = [], []
-    for groups in (False, True):
-        jitted = jax.jit(functools.partial(step, groups), out_shardings=split, donate_argnums=0)
+    for policy in ("c=bf16", "c=bf16,r=f32"):
+        jitted = jax.jit(functools.partial(step, policy), out_shardings=split, donate_argnums=0)
         program: Any = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
         peaks.append(program.memory_analysis().peak_memory_in_bytes)
         found = jmpx.inspect.collectives(program.as_text()).collectives

@@ -10,8 +10,8 @@ import pytest
 from helpers import BF16, F16, F32, enable_x64, normal
 from helpers.jaxprs import equations_of
 from helpers.loops import instructions, operations
-from helpers.maps import AXIS, mapped, mesh_of
-from helpers.training import LOSS_SCALES, in_float64, loss_fn, make_params, over, value
+from helpers.maps import AXIS, in_float64, mapped, mesh_of
+from helpers.training import LOSS_SCALES, loss_fn, make_params, value
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -82,7 +82,7 @@ def bits(leaf):
 @pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), explicit=st.booleans())
-def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
+def test_a_part_has_every_count_th_example_in_order(batch, explicit):
     count, each, args = batch
     params, seen = {"w": jnp.ones(7)}, []
 
@@ -99,7 +99,9 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
             assert got is leaf
             continue
         assert got.dtype == leaf.dtype and got.shape == (count, each, *leaf.shape[1:])
-        np.testing.assert_array_equal(bits(got).reshape(bits(leaf).shape), bits(leaf))
+        np.testing.assert_array_equal(
+            bits(got).swapaxes(0, 1).reshape(bits(leaf).shape), bits(leaf)
+        )
     assert len(seen) == 1 and seen[0].shape == (7,)
 
 
@@ -108,25 +110,22 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
     count=st.integers(2, 8),
     examples=st.integers(1, 40),
     others=st.integers(1, 40),
-    into_groups=st.booleans(),
 )
-def test_a_batch_that_cannot_be_split_is_refused(count, examples, others, into_groups):
+def test_a_batch_that_cannot_be_split_is_refused(count, examples, others):
     seen = []
 
     def loss(w, x, y):
         seen.append((x.shape, y.shape))
         return w.sum()
 
-    batch = jmpx.Batch(sharding=over(count)) if into_groups else parts(count)
-    grad_fn = grad(loss, NO_SCALE, policy="full", batch=batch)
+    grad_fn = grad(loss, NO_SCALE, policy="full", microbatches=count)
     run = lambda x, y: grad_fn(jnp.ones(2), x, y).grads  # noqa: E731
     args = jnp.zeros((examples, 2)), jnp.zeros(others)
     if examples == others and examples % count == 0:
         jax.eval_shape(run, *args)
         assert seen == [((examples // count, 2), (examples // count,))]
         return
-    what = "groups" if into_groups else "micro-batches"
-    with pytest.raises(ValueError, match=f"into {count} {what}") as error:
+    with pytest.raises(ValueError, match=f"into {count} micro-batches") as error:
         jax.eval_shape(run, *args)
     differ = "differ in their number of examples" in str(error.value)
     assert differ == (examples != others) and "\n" not in str(error.value)
@@ -156,6 +155,20 @@ def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, r
     split = grad_fn(batch=parts(3, argnums=argnums))(w, batch, key, 0.5, shift=shift)
     np.testing.assert_allclose(split.value, whole.value, rtol=1e-6)
     np.testing.assert_allclose(split.grads, whole.grads, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argnums", [-2, (1, 2), [2, 1]])
+def test_which_arguments_are_split(argnums, rng):
+    shapes = []
+
+    def loss(params, x, y, *, scale):
+        shapes.append((x.shape, y.shape, scale.shape))
+        return loss_fn(params, x) + 0 * y.sum() * scale.sum()
+
+    grad_fn = grad(loss, NO_SCALE, policy="full", batch=parts(8, argnums=argnums))
+    params, x, y = make_params(rng), normal(rng, 24, 6), normal(rng, 24, 3)
+    jax.eval_shape(lambda *args: grad_fn(*args, scale=jnp.ones(24)).grads, params, x, y)
+    assert set(shapes) == {((3, 6), (24 if argnums == -2 else 3, 3), (24,))}
 
 
 def test_no_length_decides_whether_an_array_is_split():
@@ -196,7 +209,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 )
 def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
     params, x = make_params(rng), normal(rng, 24, 6)
-    loss, grads = in_float64(params, x)
+    loss, grads = in_float64(loss_fn, params, x)
     options = {"policy": f"c={policy}", "batch": parts(count)}
     got = jax.jit(value_and_grad(loss_fn, LOSS_SCALES[kind](), **options))(params, x)
     assert got.value.dtype == F32 and bool(got.grads_finite)
@@ -282,7 +295,7 @@ def test_aux_gets_a_leading_axis_and_other_leaves_stay(rng):
     w, x = normal(rng, 3), normal(rng, 8, 3)
     options = {"has_aux": True, "policy": "full", "batch": parts(4)}
     aux = grad(loss, NO_SCALE, **options)(w, x).aux
-    hidden = loss(w, x)[1]["hidden"].reshape(4, 2)
+    hidden = loss(w, x)[1]["hidden"].reshape(2, 4).T
     assert {name: aux[name] for name in others} == others
     np.testing.assert_allclose(aux["hidden"], hidden, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(aux["mean"], hidden.mean(1), rtol=1e-6, atol=1e-6)
@@ -323,8 +336,9 @@ def test_model_state_goes_from_one_to_the_next(rest, count, rng):
     got = grad(loss, NO_SCALE, **options)(w, x, given).aux
     state, *others = got if rest else [got]
     mean = np.zeros(3, np.float32)
-    for part in np.asarray(x.astype(BF16).astype(F32)).reshape(count, -1, 3):
-        mean = 0.5 * mean + part.mean(0)
+    rounded = np.asarray(x.astype(BF16).astype(F32))
+    for part in range(count):
+        mean = 0.5 * mean + rounded[part::count].mean(0)
     np.testing.assert_allclose(state["mean"], mean, rtol=1e-5, atol=1e-6)
     assert (int(state["steps"]), state["name"]) == (count, "ema")
     assert len(others) == len(rest)
@@ -387,16 +401,11 @@ def test_memory_of_activations_is_that_of_one():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("how", "reduce"), [("shard_map", "bf16"), ("sharding", "f32")])
-def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
+def test_devices_are_averaged_once_and_outside_of_the_loop(rng):
     params, x = make_params(rng), normal(rng, 16, 6)
-    options: dict[str, Any] = {"policy": f"c=bf16,r={reduce}", "batch": parts(2)}
-    if how == "sharding":
-        options["batch"] = parts(2, sharding=over(4))
-        grad_fn = grad(loss_fn, NO_SCALE, **options)
-    else:
-        grad_fn = grad(loss_fn, NO_SCALE, over=jmpx.Over(AXIS), **options)
-        grad_fn = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+    options: dict[str, Any] = {"policy": "c=bf16,r=bf16", "batch": parts(2), "over": AXIS}
+    grad_fn = grad(loss_fn, NO_SCALE, **options)
+    grad_fn = jax.shard_map(grad_fn, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
     lowered = jax.jit(grad_fn).lower(params, x)
     assert operations(lowered, in_loops=True).count("stablehlo.dot_general") >= 2
     assert "stablehlo.all_reduce" not in operations(lowered, in_loops=True)
@@ -429,7 +438,7 @@ def test_maps_average_micro_batches_and_devices_and_state_varies_as_it_is_made(h
     of_last = jax.tree.map(lambda leaf: leaf[3], (value, grads))
     assert_close(of_last, jax.jit(jax.value_and_grad(loss_fn))(params, x))
     assert finite.all() and (scaling.counter == 1).all()
-    means = np.asarray(x).reshape(4, 2, 2, 6).mean(2)  # devices, micro-batches, features
+    means = np.asarray(x).reshape(4, 2, 2, 6).mean(1)  # devices, micro-batches, features
     own = 0.5 * means[:, 0] + means[:, 1]
     np.testing.assert_allclose(new["own"], own, rtol=1e-5, atol=1e-6)
     averaged = np.tile(own.mean(0), (4, 1))

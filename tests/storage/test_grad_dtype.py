@@ -56,7 +56,11 @@ def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
     @jax.jit
     def run(x):
         widened = gradients(params, x, grad_dtype="float32", **options)
-        return widened, gradients(wide, x, **options), gradients(params, x, **options).grads
+        return (
+            widened,
+            gradients(wide, x, grad_dtype="f32", **options),
+            gradients(params, x, **options).grads,
+        )
 
     widened, expected, given = run(normal(rng, 6, 6))
     assert_same_bits(widened, expected)
@@ -71,7 +75,7 @@ def test_means_over_devices_are_not_rounded(how, policy, rng):
 
     def run(params, wide, x):
         grads = gradients(params, x, grad_dtype=jnp.float32, **options).grads
-        return grads, gradients(wide, x, **options).grads
+        return grads, gradients(wide, x, grad_dtype="f32", **options).grads
 
     x = normal(rng, 2 * DEVICES, 6)
     grads, expected = over_devices(run, how, params, wide, x, specs=(P(), P(), P(AXIS)))
@@ -89,7 +93,7 @@ def test_sums_of_shards_are_not_rounded(rng):
     def run(w, wide, x):
         options = {"loss": loss, "over": jmpx.Over(AXIS, sharded=True), "uncast": 0}
         grads = gradients(w, x, grad_dtype="f32", **options).grads
-        return grads, gradients(wide, x, **options).grads
+        return grads, gradients(wide, x, grad_dtype="f32", **options).grads
 
     x = normal(rng, DEVICES, 2 * DEVICES)
     grads, expected = over_devices(run, "shard_map without vma", w, wide, x)
@@ -98,19 +102,19 @@ def test_sums_of_shards_are_not_rounded(rng):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_means_over_groups_are_not_rounded(microbatches, rng):
-    params, wide = stored(make_params(rng), jnp.float16)
-    sharding = NamedSharding(mesh_of(4), P(AXIS))
-    options = {"batch": jmpx.Batch(microbatches=microbatches, sharding=sharding)}
+def test_sums_of_a_batch_that_jit_splits_are_not_rounded(microbatches, rng):
+    params, wide = stored(make_params(rng), jnp.bfloat16)
+    options = {"microbatches": microbatches, "policy": "c=bf16,r=f32"}
 
     @jax.jit
     def run(x):
         grads = gradients(params, x, grad_dtype="float32", **options).grads
-        return grads, gradients(wide, x, **options).grads
+        return grads, gradients(wide, x, grad_dtype="f32", **options).grads
 
-    grads, expected = run(normal(rng, 8, 6))
+    x = jax.device_put(normal(rng, 8, 6), NamedSharding(mesh_of(4), P(AXIS)))
+    grads, expected = run(x)
     assert_same_bits(grads, expected)
-    assert not is_rounded(grads, jnp.float16)
+    assert not is_rounded(grads, jnp.bfloat16)
 
 
 @in_16_bits
@@ -180,7 +184,7 @@ def test_a_policy_map_casts_what_is_stored_in_16_bits_as_it_casts_float32(framew
     loss = lambda model, x: (leniently(net.under(policy))(model, x) ** 2).mean()  # noqa: E731
     options = {"loss": loss, "policy": policy}
     grads = gradients(model, x, grad_dtype="f32", **options).grads
-    assert_same_bits(grads, gradients(wide, x, **options).grads)
+    assert_same_bits(grads, gradients(wide, x, grad_dtype="f32", **options).grads)
     assert set(dtypes(model)) == {"bfloat16"} and set(dtypes(grads)) == {"float32"}
     assert not is_rounded(grads, jnp.bfloat16)
 
