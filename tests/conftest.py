@@ -19,8 +19,8 @@ from sampling import pytest_collection_modifyitems as pytest_collection_modifyit
 import jmpx
 
 # A newcomer's run is the same each time. New draws are for `--hypothesis-profile=new_draws`, with
-# which CI runs all properties once more, from a seed of the commit's own: a finding there is kept by
-# `@example`.
+# which CI runs all properties once more, from a seed that each commit has of its own: a finding
+# there is kept by `@example`.
 settings.register_profile("same_draws", derandomize=True)
 settings.register_profile("new_draws", derandomize=False, print_blob=True)
 settings.load_profile("same_draws")

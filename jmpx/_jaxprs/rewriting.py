@@ -1,11 +1,15 @@
 """Changed jaxprs: the same program with other parameters or names, without running it anew."""
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jmpx._jaxprs.core import is_literal
-from jmpx._jaxprs.types import Atom, Equation, Jaxpr, Params, is_jaxpr
+from jmpx._jaxprs.types import Atom, Aval, Equation, Jaxpr, Params, is_jaxpr
 
 
 def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxpr:
@@ -50,3 +54,20 @@ def with_values(params: Params, change: Callable[[Any], object]) -> Params:
 
     new = {key: changed(value) for key, value in params.items()}
     return new if any(new[key] is not params[key] for key in params) else params
+
+
+def new_variable(aval: Aval) -> Atom:
+    """Returns a variable that no jaxpr has."""
+    return type(_cast().outvars[0])(aval)
+
+
+def casting(atom: Atom, var: Atom, at: Equation) -> Equation:
+    """Returns an equation that casts an operand to the dtype of a variable, where another is."""
+    params = {**_cast().params, "new_dtype": var.aval.dtype}
+    place = {"source_info": at.source_info, "ctx": at.ctx}
+    return _cast().replace(invars=[atom], outvars=[var], params=params, **place)
+
+
+@functools.cache
+def _cast() -> Equation:
+    return jax.make_jaxpr(lambda x: x.astype(np.float16))(np.float32(0)).eqns[-1]

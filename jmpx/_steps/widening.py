@@ -18,10 +18,11 @@ import numpy as np
 from jmpx._base.axes import vary, varying_axes
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Aval, Equation, Jaxpr
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.cpu_products import by_platform, may_fail
 from jmpx._jaxprs.inner import CALLS, once_per_jaxpr
 from jmpx._jaxprs.moves import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
-from jmpx._jaxprs.rewriting import replaced, with_jaxprs
+from jmpx._jaxprs.rewriting import casting, new_variable, replaced, with_jaxprs
 from jmpx._jaxprs.scopes import ROUNDED
 
 Flags = tuple[bool, ...]
@@ -260,7 +261,7 @@ class _Rewriting:
         params = {**eqn.params, "preferred_element_type": _FLOAT32}
         operands = list(map(self.as_it_was, eqn.invars))
         product = eqn.replace(invars=operands, outvars=outvars, params=params)
-        self.eqns += _by_platform(product) if _may_fail_on_cpu(eqn) else [product]
+        self.eqns += by_platform(product) if may_fail(product) else [product]
         self.changed = True
 
     def _add_call(self, eqn: Equation, marks: Flags) -> None:
@@ -314,14 +315,14 @@ class _Rewriting:
     def _new(self, var: Atom) -> Atom:
         """Returns the float32 variable that stands for one from now on."""
         aval = core.with_dtype(var.aval, _FLOAT32) if _is_narrow(var) else var.aval
-        self.names[var] = _variable(aval)
+        self.names[var] = new_variable(aval)
         return self.names[var]
 
     def _cast(self, atom: Atom, dtype: np.dtype, is_gradient: bool) -> Atom:
         key = id(atom), dtype  # a literal has no hash
         if key not in self.casts:
-            var = _variable(core.with_dtype(atom.aval, dtype))
-            cast = _cast_equation(atom, var, self.place)
+            var = new_variable(core.with_dtype(atom.aval, dtype))
+            cast = casting(atom, var, self.place)
             self.eqns.append(core.with_scope(cast, ROUNDED) if is_gradient else cast)
             self.casts[key] = var
             self.changed = True
@@ -346,74 +347,3 @@ def _scatter_add() -> Equation:
     add = functools.partial(jax.lax.scatter_add, dimension_numbers=dimensions)
     x, index = np.zeros(1, np.float32), np.zeros((1, 1), np.int32)
     return jax.make_jaxpr(add)(x, index, x).eqns[-1]
-
-
-@functools.cache
-def _template() -> Equation:
-    """Returns an equation that casts."""
-    return jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16))(np.float32(0)).eqns[-1]
-
-
-def _variable(aval: Aval) -> Atom:
-    """Returns a new variable."""
-    return type(_template().outvars[0])(aval)
-
-
-def _cast_equation(atom: Atom, var: Atom, at: Equation) -> Equation:
-    """Returns an equation that casts an operand to the dtype of a variable, where another is."""
-    params = {**_template().params, "new_dtype": var.aval.dtype}
-    place = {"source_info": at.source_info, "ctx": at.ctx}
-    return _template().replace(invars=[atom], outvars=[var], params=params, **place)
-
-
-def _may_fail_on_cpu(eqn: Equation) -> bool:
-    """Whether XLA:CPU compiles a product with float32 sums, and may fail when it runs it.
-
-    In JAX 0.7 to 0.12 it says "Unsupported element type for DotThunk: BF16 x BF16 = F32" of some
-    whose result is transposed. None of them has batch axes.
-    """
-    if eqn.primitive.name != "dot_general" or eqn.outvars[0].aval.dtype != jnp.bfloat16:
-        return False
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    return not batch
-
-
-def _by_platform(product: Equation) -> list[Equation]:
-    """Returns the equations of a product whose operands are cast to float32 on a CPU alone."""
-    index, cond = _platforms(jax.sharding.get_abstract_mesh()).eqns
-    place = {"source_info": product.source_info, "ctx": product.ctx}
-
-    def like(atoms: Sequence[Atom], dtype: np.dtype | None = None) -> list[Atom]:
-        avals = [
-            atom.aval if dtype is None else core.with_dtype(atom.aval, dtype) for atom in atoms
-        ]
-        return list(map(_variable, avals))
-
-    def branch(jaxpr: Jaxpr, is_cast: bool) -> Jaxpr:
-        given, results = like(product.invars), like(product.outvars)
-        operands = like(given, _FLOAT32) if is_cast else given
-        eqns = [
-            _cast_equation(*pair, product) for pair in zip(given, operands, strict=True) if is_cast
-        ]
-        eqns.append(product.replace(invars=operands, outvars=results))
-        return replaced(jaxpr, invars=given, outvars=results, eqns=eqns)
-
-    on_cpu, elsewhere = cond.params["branches"]
-    params = {**cond.params, "branches": (branch(on_cpu, True), branch(elsewhere, False))}
-    platform = like(index.outvars)
-    return [
-        index.replace(outvars=platform, **place),
-        cond.replace(
-            invars=[*platform, *product.invars], outvars=product.outvars, params=params, **place
-        ),
-    ]
-
-
-@functools.cache
-def _platforms(mesh: object) -> Jaxpr:
-    """Returns a jaxpr that runs one branch on a CPU, and another elsewhere, where this mesh is."""
-
-    def run(x: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-
-    return jax.make_jaxpr(run)(np.float32(0))
