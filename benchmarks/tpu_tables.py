@@ -16,6 +16,7 @@ WAYS = {  # how the tables name them, in this order
     "MPX": "MPX",
     "module policies": "jmpx, module policies",
     "gradient functions": "jmpx, gradient functions",
+    "gradient functions, r=f32": "jmpx, gradient functions, `r=f32`",
     "autocast": "`c=bf16`",
     "autocast, save": "`c=bf16,save=products`",
     "arguments, save": "`by=arguments,c=bf16,save=products`",

@@ -6,7 +6,8 @@ The way through it, in the order of reading:
    `results` has what they return.
 2. `differentiation`: one call of a gradient function, from the arguments to the flag that says
    whether all gradients are finite. `arrays` takes the parameters out of the first argument,
-   `model_state` hands running statistics on, and keeps the old ones where a gradient overflowed.
+   `model_state` hands running statistics on, and keeps the old ones where a gradient overflowed;
+   `widening` has gradients leave their products in float32.
 3. `batches` splits the arguments of a call. `microbatches` sums the gradients of the parts in a
    loop.
 4. `optimizer`: `optimizer_update` and `skip_nonfinite`; `skipping` selects between the old and the

@@ -315,6 +315,10 @@ def test_a_gradient_that_cannot_be_wide_is_marked(around, rng):
     loss = lambda p, x: jnp.sum(around(own)(p["w"], x), dtype=jnp.float32)  # noqa: E731
     policy = "by=arguments,c=bf16,r=f32"
     assert len(marked(loss, policy, p, x)) == 1
+    report = jmpx.inspect.audit(jmpx.grad(loss, NO_SCALE, policy=policy))(p, x)
+    (finding,) = (each for each in report.findings if each.name == "rounded-gradient")
+    assert finding.message.startswith("cbrt makes a gradient in bfloat16")
+    assert finding.place is not None and "test_widening.py" in str(finding.place)
     value, grads = gradients(loss, policy, p, x)
     before, same = gradients(loss, policy.replace(",r=f32", ""), p, x)
     assert value == before
