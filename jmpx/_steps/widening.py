@@ -222,15 +222,7 @@ class _Rewriting:
             ]
             self._add(eqn, atoms, list(map(self._new, eqn.outvars)), **_in_float32(eqn))
         elif any(wants) and name in _EACH:
-            atoms = [
-                self.widen(atom, True) if want and name != _BARRIER else self.read(atom)
-                for atom, want in zip(eqn.invars, wants, strict=True)
-            ]
-            outvars = [
-                self._new(var) if want and not _is_narrow(atom) else var
-                for atom, var, want in zip(atoms, eqn.outvars, wants, strict=True)
-            ]
-            self._add(eqn, atoms, outvars)
+            self._add_each(eqn, wants)
         else:
             self._add(eqn, list(map(self.as_it_was, eqn.invars)), eqn.outvars)
 
@@ -242,6 +234,15 @@ class _Rewriting:
         size = max((math.prod(atom.aval.shape) for atom in numbers), default=LARGEST_SUM)
         is_sum = core.operation_name(eqn.primitive.name) in _SUMS
         return is_sum and _FLOAT32.itemsize * size <= LARGEST_SUM
+
+    def _add_each(self, eqn: Equation, wants: Sequence[bool]) -> None:
+        operands, outvars = list(map(self.as_it_was, eqn.invars)), list(eqn.outvars)
+        for i, want in enumerate(wants):
+            atom = self.read(eqn.invars[i])
+            if want and not (eqn.primitive.name == _BARRIER and _is_narrow(atom)):
+                operands[i] = self.widen(atom, True)
+                outvars[i] = self._new(outvars[i])
+        self._add(eqn, operands, outvars)
 
     def _add_cast(self, eqn: Equation) -> None:
         (atom,), (var,) = eqn.invars, eqn.outvars

@@ -78,8 +78,8 @@ SHAPES = {"matrix": (4, 4), "vector": (4,)}
 COMPUTES = "dot_general add sub mul div exp log tanh logistic max rsqrt erf square".split()
 
 
-def run(program, parameters, x, policy):
-    """Returns value and gradients of a program's parts, and how often what ran in which dtypes."""
+def loss_of(program):
+    """Returns the function of parameters and an input that runs a program's parts."""
 
     def loss_fn(parameters, x):
         parameters = iter(parameters)
@@ -96,6 +96,18 @@ def run(program, parameters, x, policy):
             x = (WRAPPED[wrapper](part) if wrapper else part)(x, *given)
         return jnp.tanh(x).sum()
 
+    return loss_fn
+
+
+def inputs_of(program):
+    """Returns parameters for a program, and an input."""
+    rng = np.random.default_rng(0)
+    words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
+    return [normal(rng, *SHAPES[word]) for word in words if word in SHAPES], normal(rng, 4, 4)
+
+
+def run(program, parameters, x, policy):
+    """Returns value and gradients of a program's parts, and how often what ran in which dtypes."""
     ran = collections.Counter()
 
     def note(eqn):
@@ -103,7 +115,7 @@ def run(program, parameters, x, policy):
         if eqn.primitive.name in COMPUTES and not is_number:
             ran[eqn.primitive.name, *(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))] += 1
 
-    cast = jmpx.apply_policy(loss_fn, policy)
+    cast = jmpx.apply_policy(loss_of(program), policy)
     one_by_one(cast, parameters, x, note=note)
     return one_by_one(jax.value_and_grad(cast), parameters, x), ran
 
@@ -126,10 +138,7 @@ programs = st.lists(
 @given(programs, st.sampled_from(["c=bf16", "c=f16"]))
 @settings(max_examples=25 if settings().derandomize else 200, deadline=None)
 def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy):
-    rng, policy = np.random.default_rng(0), f"by=operations,{policy}"
-    words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
-    parameters = [normal(rng, *SHAPES[word]) for word in words if word in SHAPES]
-    x = normal(rng, 4, 4)
+    policy, (parameters, x) = f"by=operations,{policy}", inputs_of(program)
     (value, gradients), ran = run(program, parameters, x, policy)
     plain = [(names, None) for names, _ in program]
     (expected, expected_gradients), expected_ran = run(plain, parameters, x, policy)
@@ -149,10 +158,7 @@ def test_a_call_a_branch_or_a_loop_around_a_part_changes_no_bit(program, policy)
 )
 @settings(max_examples=15 if settings().derandomize else 200, deadline=None)
 def test_what_the_backward_pass_keeps_changes_no_bit(program, policy, word):
-    rng = np.random.default_rng(0)
-    words = [word for names, _ in program for name in names for word in PARTS[name][1:]]
-    parameters = [normal(rng, *SHAPES[word]) for word in words if word in SHAPES]
-    x = normal(rng, 4, 4)
+    parameters, x = inputs_of(program)
     (expected, gradients), ran = run(program, parameters, x, policy)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(cuts, "_AGAIN", 1)  # cuts in a small program, too
@@ -160,6 +166,28 @@ def test_what_the_backward_pass_keeps_changes_no_bit(program, policy, word):
         (value, found), ran_saving = run(program, parameters, x, f"{policy},save=products{word}")
     assert ran_saving == ran
     assert_same_bits((value, found), (expected, gradients))
+
+
+@given(programs, st.sampled_from(["c=bf16", "c=f16", "by=arguments,c=bf16"]))
+@settings(max_examples=15 if settings().derandomize else 200, deadline=None)
+def test_wide_gradients_are_the_same_around_a_call_a_branch_or_a_loop(program, policy):
+    program = [(names, None if wrapper == "custom_jvp" else wrapper) for names, wrapper in program]
+    parameters, x = inputs_of(program)
+
+    def gradients(program, policy):
+        grad_fn = jmpx.value_and_grad(loss_of(program), jmpx.NoOpLossScale(), policy=policy)
+        return one_by_one(lambda *args: tuple(grad_fn(*args)[::3]), parameters, x)
+
+    if parameters:
+        value, rounded = gradients(program, policy)
+        same, wide = gradients(program, f"{policy},r=f32")
+        plain = [(names, None) for names, _ in program]
+        _, of_parts = gradients(plain, f"{policy},r=f32")
+        assert_same_bits((same, wide), (value, of_parts))
+        for one, other in zip(rounded, wide, strict=True):
+            np.testing.assert_allclose(
+                one, other, rtol=0.05, atol=0.05 * np.abs(other).max() + 1e-6
+            )
 
 
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])
