@@ -55,7 +55,6 @@ SUBJECTS = {
     "_scales/flax_states": ("Checkpoints", "checkpoints"),
     "_steps": ("Gradients and optimizer steps", "loss_scaling"),
     "_steps/batches": ("Micro-batches and devices", "sharding"),
-    "_steps/groups": ("Micro-batches and devices", "sharding"),
     "_storage": ("16-bit storage", "storage"),
     "_storage/contracts": ("Checkpoints", "checkpoints"),
     "mpx": ("MPX's names", "coming_from_others"),
