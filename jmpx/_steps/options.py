@@ -198,7 +198,7 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
 
 
 def _check_reduce(policy_map: PolicyMap | None, over: Over | None) -> None:
-    """Refuses a dtype of sums over devices in which nothing is summed."""
+    """Refuses a reduce dtype of 16 bits in which nothing is summed."""
     if policy_map is None or policy_map.default.reduce_dtype is None or over is not None:
         return
     compute, reduce = policy_map.default.compute_dtype, policy_map.default.reduce_dtype
