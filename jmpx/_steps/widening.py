@@ -233,7 +233,7 @@ class _Rewriting:
         numbers = [eqn.invars[i] for i in _numbers(eqn)] if all(wants) else []
         if any(_is_narrow(atom) and not _is_narrow(self.read(atom)) for atom in numbers):
             return True
-        size = max((math.prod(atom.aval.shape) for atom in numbers), default=LARGEST_SUM)
+        size = max((math.prod(atom.aval.shape) for atom in numbers), default=math.inf)
         is_sum = core.operation_name(eqn.primitive.name) in _SUMS
         return is_sum and _FLOAT32.itemsize * size <= LARGEST_SUM * _devices()
 

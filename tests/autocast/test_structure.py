@@ -35,7 +35,8 @@ def with_derivative(part):
 WRAPPED = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
-    "cond": lambda part: lambda x, *w: lax.cond(x.sum() < 1e30, part, part, x, *w),
+    # The predicate reads nothing: an operation in float32 that read `x` would be another program.
+    "cond": lambda part: lambda x, *w: lax.cond(True, part, part, x, *w),
     "scan": lambda part: (
         lambda *args: first(
             lax.scan(lambda _, x: (None, part(*x)), None, [jnp.asarray(x)[None] for x in args])[1]
@@ -168,6 +169,8 @@ def test_what_the_backward_pass_keeps_changes_no_bit(program, policy, word):
     assert_same_bits((value, found), (expected, gradients))
 
 
+@example([(("bias", "logarithm"), None)], "by=arguments,c=bf16")  # NaN
+@example([(("product", "squares"), None), (("bias",), "cond")], "c=bf16")
 @given(programs, st.sampled_from(["c=bf16", "c=f16", "by=arguments,c=bf16"]))
 @settings(max_examples=15 if settings().derandomize else 200, deadline=None)
 def test_wide_gradients_are_the_same_around_a_call_a_branch_or_a_loop(program, policy):
@@ -179,15 +182,10 @@ def test_wide_gradients_are_the_same_around_a_call_a_branch_or_a_loop(program, p
         return one_by_one(lambda *args: tuple(grad_fn(*args)[::3]), parameters, x)
 
     if parameters:
-        value, rounded = gradients(program, policy)
-        same, wide = gradients(program, f"{policy},r=f32")
-        plain = [(names, None) for names, _ in program]
-        _, of_parts = gradients(plain, f"{policy},r=f32")
-        assert_same_bits((same, wide), (value, of_parts))
-        for one, other in zip(rounded, wide, strict=True):
-            np.testing.assert_allclose(
-                one, other, rtol=0.05, atol=0.05 * np.abs(other).max() + 1e-6
-            )
+        value, _ = gradients(program, policy)
+        wide = gradients(program, f"{policy},r=f32")
+        _, of_parts = gradients([(names, None) for names, _ in program], f"{policy},r=f32")
+        jax.tree.map(np.testing.assert_array_equal, wide, (value, of_parts))
 
 
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])
