@@ -121,6 +121,13 @@ def apply_policy(
         )
     check_runs_at_once(func)
     application = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
+    if application.reduce_dtype is not None:
+        _warn(
+            f"reduce={dtype_name(application.reduce_dtype)} of policy map "
+            f"{str(application.policy_map)!r} has no effect: {_NAME} runs a function, and does not "
+            "see the program of its gradient: use jmpx.value_and_grad or jmpx.grad with this "
+            "policy, or leave reduce out."
+        )
 
     def transform(pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
         with application.products(), application.creation():
@@ -156,13 +163,7 @@ class Application(NamedTuple):
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
             end = f", as {name} casts arguments alone by it: leave by out, or write by=modules."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
-        reduce, output = policy_map.default.reduce_dtype, policy_map.default.output_dtype
-        if reduce is not None and name == _NAME:
-            _warn(
-                f"reduce={dtype_name(reduce)} of policy map {str(policy_map)!r} has no effect: "
-                f"{name} runs a function, and does not see the program of its gradient: use "
-                "jmpx.value_and_grad or jmpx.grad with this policy, or leave reduce out."
-            )
+        output = policy_map.default.output_dtype
         is_narrow = policy_map.writes_output and np.dtype(output).itemsize < 4
         if is_narrow and policy_map.way == "operations":
             _warn(

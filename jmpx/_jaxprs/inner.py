@@ -18,6 +18,8 @@ from jmpx._jaxprs.types import Atom, Equation, Jaxpr
 V = TypeVar("V")
 CHECKPOINT = "remat2"
 CALLS = frozenset({"call", "closed_call", "jit", CHECKPOINT})  # their jaxpr gets the operands
+# Their jaxprs can be changed: nothing else in the equation says what they compute.
+CHANGEABLE = CALLS | {"cond", "scan", "shard_map"}
 
 
 class Inner(NamedTuple):

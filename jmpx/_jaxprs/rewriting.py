@@ -61,10 +61,10 @@ def new_variable(aval: Aval) -> Atom:
     return type(_cast().outvars[0])(aval)
 
 
-def casting(atom: Atom, var: Atom, at: Equation) -> Equation:
+def casting(atom: Atom, var: Atom, at: Equation | None = None) -> Equation:
     """Returns an equation that casts an operand to the dtype of a variable, where another is."""
     params = {**_cast().params, "new_dtype": var.aval.dtype}
-    place = {"source_info": at.source_info, "ctx": at.ctx}
+    place = {} if at is None else {"source_info": at.source_info, "ctx": at.ctx}
     return _cast().replace(invars=[atom], outvars=[var], params=params, **place)
 
 

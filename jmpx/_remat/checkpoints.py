@@ -12,7 +12,7 @@ from jmpx._jaxprs.inner import any_holds, once_per_jaxpr
 from jmpx._jaxprs.marks import before_policy
 from jmpx._jaxprs.pieces import Piece, scopes_around, split
 from jmpx._jaxprs.places import Place, place_of
-from jmpx._jaxprs.rewriting import holding, renamed, replaced, with_jaxprs
+from jmpx._jaxprs.rewriting import holding, new_variable, renamed, replaced, with_jaxprs
 from jmpx._jaxprs.structure import kind_of
 from jmpx._remat.cuts import Role, find_activations
 from jmpx._remat.pieces import find_groups, inside_of
@@ -142,7 +142,7 @@ def _named(
         yield equation
         if is_named(given, saving, active):
             (var,) = given.outvars
-            names[var] = type(var)(var.aval)
+            names[var] = new_variable(var.aval)
             place = {"source_info": given.source_info, "ctx": given.ctx}
             yield _name().replace(invars=[var], outvars=[names[var]], **place)
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import CHECKPOINT, once_per_jaxpr
+from jmpx._jaxprs.inner import CHANGEABLE, CHECKPOINT, once_per_jaxpr
 from jmpx._remat.cuts import SINGLE, Role, find_activations, find_cuts, find_head, find_lives
 from jmpx._remat.saving import Saving, holds_saved, length
 
 # Their jaxprs are cut as the one around them is.
-CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
+CUT_INSIDE = CHANGEABLE - {CHECKPOINT}
 _NOT_DIFFERENTIATED = "while"
 # It does not matter if an equation with such an effect runs twice or later.
 _HARMLESS = frozenset({"NamedAxisEffect"})

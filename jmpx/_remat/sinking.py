@@ -5,19 +5,16 @@ the 16-bit copies would live until the backward pass of its layer. What two equa
 twice, so that its cotangents are summed in its own dtype, as by operations.
 """
 
-import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmpx._jaxprs import core
 from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import once_per_jaxpr
-from jmpx._jaxprs.rewriting import renamed, replaced, with_jaxprs
+from jmpx._jaxprs.rewriting import casting, new_variable, renamed, replaced, with_jaxprs
 from jmpx._remat.pieces import CUT_INSIDE
 
 
@@ -36,7 +33,7 @@ def sunk(jaxpr: Jaxpr) -> Jaxpr:
             continue
         read = {i: a for i, a in enumerate(eqn.invars) if not core.is_literal(a) and a in casts}
         inside = {i: casts[atom] for i, atom in read.items() if _takes(eqn, i)}
-        outside = {atom: type(atom)(atom.aval) for i, atom in read.items() if i not in inside}
+        outside = {atom: new_variable(atom.aval) for i, atom in read.items() if i not in inside}
         for atom, new in outside.items():
             cast = casts[atom].replace(outvars=[new])
             # In the scopes of the reader, so that layers stay alike.
@@ -82,8 +79,6 @@ def _taking(jaxpr: Jaxpr, wide: Sequence[tuple[int, np.dtype]]) -> Jaxpr:
     invars, casts = list(jaxpr.invars), list[Equation]()
     for i, dtype in wide:
         var = invars[i]
-        invars[i] = type(var)(core.with_dtype(var.aval, dtype))
-        cast = functools.partial(lax.convert_element_type, new_dtype=var.aval.dtype)
-        (template,) = jax.make_jaxpr(cast)(np.zeros((), dtype)).eqns
-        casts.append(template.replace(invars=[invars[i]], outvars=[var]))
+        invars[i] = new_variable(core.with_dtype(var.aval, dtype))
+        casts.append(casting(invars[i], var))
     return replaced(jaxpr, invars=invars, eqns=[*casts, *jaxpr.eqns])

@@ -21,7 +21,8 @@ from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.cpu_products import by_platform, may_fail
-from jmpx._jaxprs.inner import CALLS, once_per_jaxpr
+from jmpx._jaxprs.flops import FLOPS
+from jmpx._jaxprs.inner import CHANGEABLE, once_per_jaxpr
 from jmpx._jaxprs.moves import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.rewriting import casting, new_variable, replaced, with_jaxprs
 from jmpx._jaxprs.scopes import ROUNDED
@@ -35,8 +36,8 @@ LARGEST_SUM = 2**28
 
 _CAST, _BARRIER = "convert_element_type", "optimization_barrier"
 _FLOAT32 = np.dtype(np.float32)
+# A gradient of 8 bits is meant to be so: it was scaled for them.
 _NARROW = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
-_PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
 # Sums of gradients: an operand that is rounded already is a loss, that of another sum is not.
 _OF_GRADIENTS = frozenset("add add_any sub neg reduce_scatter".split())
 _SUMS = _OF_GRADIENTS | frozenset("reduce_sum cumsum scatter_add mul div".split())
@@ -64,19 +65,11 @@ def value_and_wide_gradients(
     value, pullback, aux = jax.vjp(run, params, has_aux=True)
     (one,) = vary([jnp.ones_like(value)], varying_axes(value))
     traced = core.trace(pullback, (one,), {})
-    wide = widened(traced.jaxpr, (True,) * len(traced.jaxpr.outvars))
-    (grads,) = traced.rebuild(core.evaluate(wide, traced.arrays))
+    all_out, none_in = (True,) * len(traced.jaxpr.outvars), (False,) * len(traced.jaxpr.invars)
+    wide, _ = _rewritten(traced.jaxpr, all_out, none_in, all_out)
+    jaxpr = traced.jaxpr if wide is None else wide
+    (grads,) = traced.rebuild(core.evaluate(jaxpr, traced.arrays))
     return (value, aux), grads
-
-
-def widened(jaxpr: Jaxpr, outs: Flags) -> Jaxpr:
-    """Returns a jaxpr whose marked results are made of float32 numbers, as far as they can be.
-
-    Marked results of 16 bits come out in float32; all others are the same to the bit.
-    """
-    ins = (False,) * len(jaxpr.invars)
-    new, _ = _rewritten(jaxpr, outs, ins, outs)
-    return jaxpr if new is None else new
 
 
 # What may be wide.
@@ -109,7 +102,7 @@ def _accepted(eqn: Equation, outs: Flags) -> Sequence[bool]:
     name = eqn.primitive.name
     if name == _CAST or name in _EACH:
         return outs
-    if _runs_a_jaxpr(eqn):
+    if name in CHANGEABLE:
         return _settled(eqn, outs)[1]
     numbers = _numbers(eqn) if all(outs) else frozenset()
     if name in ("mul", "div") and all(atom.aval.shape for atom in eqn.invars):
@@ -123,11 +116,6 @@ def _numbers(eqn: Equation) -> frozenset[int]:
     if name not in _SUMS | _MOVES:
         return frozenset()
     return frozenset(range(len(eqn.invars))[_NUMBERS.get(name, slice(None))])
-
-
-def _runs_a_jaxpr(eqn: Equation) -> bool:
-    """Whether an equation runs a jaxpr that may take and return other dtypes."""
-    return eqn.primitive.name in CALLS or eqn.primitive.name in ("scan", "cond", "shard_map")
 
 
 def _settled(eqn: Equation, outs: Flags) -> tuple[Flags, Flags]:
@@ -209,11 +197,11 @@ class _Rewriting:
         name = core.operation_name(eqn.primitive.name)
         marks = tuple(var in self.wide for var in eqn.outvars)
         wants = [mark and _is_narrow(var) for var, mark in zip(eqn.outvars, marks, strict=True)]
-        if _runs_a_jaxpr(eqn) and any(marks):
+        if name in CHANGEABLE and any(marks):
             self._add_call(eqn, marks)
         elif name == _CAST and any(marks):
             self._add_cast(eqn)
-        elif any(wants) and name in _PRODUCTS and all(map(_is_narrow, eqn.invars[:2])):
+        elif any(wants) and name in FLOPS and all(map(_is_narrow, eqn.invars[:2])):
             self._add_product(eqn)
         elif any(wants) and self._is_worth_it(eqn, wants):
             numbers = _numbers(eqn)

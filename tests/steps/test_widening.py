@@ -225,6 +225,33 @@ def test_gradients_are_exact_with_each_option(way, policy, rng):
     jax.tree.map(np.testing.assert_array_equal, grads, exact)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_looks_at_the_whole_batch_is_the_same_over_devices(microbatches, rng, key):
+    """A contrastive loss, a masked mean, noise from a key, a count and a moving average."""
+
+    def loss(p, batch, key, state):
+        x, mask = batch["x"], batch["mask"]
+        h = jnp.tanh(x @ p["w"]) + 0.1 * jax.random.normal(key, x.shape)
+        scores = (h @ h.T).astype(jnp.float32)
+        each = -jax.nn.log_softmax(scores)[jnp.arange(len(x)), jnp.arange(len(x))]
+        state = {"count": state["count"] + mask.sum(), "mean": 0.9 * state["mean"] + x.mean(0)}
+        return jnp.sum(each * mask) / mask.sum(), state
+
+    options = {"policy": "c=bf16,r=f32", "has_aux": True, "state_argnum": 3}
+    batch = jmpx.Batch(argnums=1, microbatches=microbatches)
+    grad_fn = jmpx.value_and_grad(loss, NO_SCALE, batch=batch, **options)
+    arrays = {"x": normal(rng, 16, N), "mask": jnp.asarray(rng.integers(0, 2, 16)).at[:2].set(1)}
+    args = {"w": normal(rng, N, N) / 3}, arrays, key, {"count": jnp.int32(0), "mean": jnp.zeros(N)}
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.jit(grad_fn)(*args)
+        split = jax.device_put(arrays, NamedSharding(mesh_of(8), P("data")))
+        found = jax.jit(grad_fn)(args[0], split, *args[2:])
+    assert found.value[1]["count"] == expected.value[1]["count"]
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)  # noqa: E731
+    jax.tree.map(close, (found.value, found.grads), (expected.value, expected.grads))
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):

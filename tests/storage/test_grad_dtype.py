@@ -101,10 +101,11 @@ def test_sums_of_shards_are_not_rounded(rng):
     assert not is_rounded(grads, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_sums_of_a_batch_that_jit_splits_are_not_rounded(microbatches, rng):
-    params, wide = stored(make_params(rng), jnp.bfloat16)
-    options = {"microbatches": microbatches, "policy": "c=bf16,r=f32"}
+def test_sums_of_a_batch_that_jit_splits_are_not_rounded(microbatches, dtype, rng):
+    params, wide = stored(make_params(rng), dtype)
+    options = {"microbatches": microbatches, "policy": f"c={jnp.dtype(dtype).name},r=f32"}
 
     @jax.jit
     def run(x):
@@ -114,7 +115,7 @@ def test_sums_of_a_batch_that_jit_splits_are_not_rounded(microbatches, rng):
     x = jax.device_put(normal(rng, 8, 6), NamedSharding(mesh_of(4), P(AXIS)))
     grads, expected = run(x)
     assert_same_bits(grads, expected)
-    assert not is_rounded(grads, jnp.bfloat16)
+    assert not is_rounded(grads, dtype)
 
 
 @in_16_bits

@@ -20,7 +20,6 @@ from jmpx._inspect.audit.values import (
     worst,
 )
 from jmpx._inspect.graph import Node, Value
-from jmpx._jaxprs.core import scope_of
 from jmpx._jaxprs.scopes import ROUNDED
 
 _SUM = Kind("low-sum", Remedies.wider_operations)
@@ -37,7 +36,7 @@ def search(step: Step) -> Iterator[Found]:
     it adds, of the gradients of one row of a table or one parameter, is its own.
     """
     for node in step.graph.nodes:
-        if node.name == CAST and ROUNDED in scope_of(node.eqn):
+        if node.name == CAST and ROUNDED in node.scope:
             yield from _gradient(step, node)
             continue
         dtype = None if node.is_structure else low_dtype(node)
