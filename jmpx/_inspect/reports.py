@@ -4,16 +4,68 @@ import dataclasses
 import html
 import json
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jmpx._base.leaves import is_int
 from jmpx._base.text import columns
 
 
+class Table(NamedTuple):
+    """A table of a report, whose first row names the columns.
+
+    Attributes:
+        rows: its cells.
+        right: the columns that are aligned to the right.
+        most: how many rows the text shows; HTML and data have all.
+    """
+
+    rows: Sequence[Sequence[str]]
+    right: tuple[int, ...] = ()
+    most: int = 40
+
+    def lines(self) -> list[str]:
+        """Returns the table as text, and how many rows it left out."""
+        lines = columns(self.rows[: self.most + 1], right=self.right)
+        left_out = len(self.rows) - 1 - self.most
+        return lines + [f"... and {left_out} more, which to_dict() holds"] * (left_out > 0)
+
+    def html(self) -> str:
+        """Returns the table as HTML, with all rows."""
+        names, *rows = [[html.escape(cell) for cell in row] for row in self.rows]
+        table = [f"<tr><th>{'</th><th>'.join(names)}</th></tr>"]
+        table += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
+        return "\n".join(["<table>", *table, "</table>"])
+
+
 class Report:
-    """A frozen dataclass that is the result of an inspection."""
+    """A frozen dataclass that is the result of an inspection, shown as blocks.
+
+    A block is a paragraph of text, whose lines are kept as they are, or a table. Text and HTML are
+    made of the blocks, and data of the fields.
+    """
 
     _version = 1
+
+    def _blocks(self) -> Iterator[str | Table]:
+        """Yields what the report shows; empty texts are left out."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Returns the blocks as text, with an empty line between them."""
+        texts = (b if isinstance(b, str) else "\n".join(b.lines()) for b in self._blocks())
+        return "\n\n".join(filter(None, texts))
+
+    def to_html(self) -> str:
+        """Returns the blocks as HTML, tables with all of their rows."""
+        blocks = filter(None, self._blocks())
+        return "\n".join(
+            f"<pre>{html.escape(b)}</pre>" if isinstance(b, str) else b.html() for b in blocks
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        return self.to_html()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
@@ -57,21 +109,8 @@ class TableReport(Report):
     def _parts(self) -> Parts:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        """Returns its head, its table and what follows from it."""
+    def _blocks(self) -> Iterator[str | Table]:
         head, cells, ends = self._parts()
-        table = columns(cells[: self._most + 1], right=self._right)
-        left_out = len(cells) - 1 - self._most
-        table += [f"... and {left_out} more, which to_dict() holds"] if left_out > 0 else []
-        return "\n\n".join("\n".join(lines) for lines in ([head], table, *ends) if lines)
-
-    def to_html(self) -> str:
-        """Returns what `print` shows, with all rows of the table, as HTML."""
-        head, cells, ends = self._parts()
-        names, *rows = [[html.escape(cell) for cell in row] for row in cells]
-        table = [f"<tr><th>{'</th><th>'.join(names)}</th></tr>"]
-        table += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
-        first, *others = (
-            f"<pre>{html.escape(chr(10).join(lines))}</pre>" for lines in ([head], *ends) if lines
-        )
-        return "\n".join([first, "<table>", *table, "</table>", *others])
+        yield head
+        yield Table(cells, self._right, self._most)
+        yield from map("\n".join, ends)
