@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from jmpx._inspect.products.report import Products as Products, products as products
     from jmpx._inspect.ranges.api import ranges as ranges
     from jmpx._inspect.ranges.report import Ranges as Ranges
+    from jmpx._inspect.restored import (
+        check_restored as check_restored,
+        describe_precision as describe_precision,
+    )
+    from jmpx._inspect.update_report import (
+        LostUpdates as LostUpdates,
+        UpdateReport as UpdateReport,
+        update_report as update_report,
+    )
     from jmpx._steps.progress import (
         NonfiniteCounts as NonfiniteCounts,
         check_progress as check_progress,
         nonfinite as nonfinite,
-    )
-    from jmpx._storage.contracts import (
-        check_restored as check_restored,
-        describe_precision as describe_precision,
-    )
-    from jmpx._storage.update_report import (
-        LostUpdates as LostUpdates,
-        UpdateReport as UpdateReport,
-        update_report as update_report,
     )
 
     __all__: tuple[str, ...]
@@ -53,7 +53,7 @@ else:
             "_inspect.blame.report": "Blame",
             "_inspect.choose.api": "choose",
             "_inspect.choose.report": "Choice",
-            "_storage.contracts": "check_restored describe_precision",
+            "_inspect.restored": "check_restored describe_precision",
             "_inspect.compare.api": "compare",
             "_inspect.compare.report": "Comparison",
             "_inspect.emulate": "emulate",
@@ -63,7 +63,7 @@ else:
             "_inspect.plan.report": "Plan",
             "_inspect.ranges.api": "ranges",
             "_inspect.ranges.report": "Ranges",
-            "_storage.update_report": "LostUpdates UpdateReport update_report",
+            "_inspect.update_report": "LostUpdates UpdateReport update_report",
             "_inspect.collectives.report": "Collectives collectives",
             "_inspect.products.report": "Products products",
         },

@@ -22,10 +22,9 @@ from jmpx._base.leaves import PyTree, is_view
 from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
-from jmpx._policies.added_rules import in_force
 from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused, with_trial_rules
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
 from jmpx._policies.rules import Rule
@@ -163,7 +162,7 @@ def _for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | Non
     """Returns the policy map that an adapter follows; refuses one for another way."""
     if policy_map is None:
         return None
-    return in_force(get_policy_map(policy_map).applied_by("modules", name), name)
+    return with_trial_rules(get_policy_map(policy_map).applied_by("modules", name), name)
 
 
 @contextlib.contextmanager

@@ -38,9 +38,8 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
-from jmpx._policies.added_rules import in_force
 from jmpx._policies.map_strings import get_policy_map
-from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, with_trial_rules
 from jmpx._policies.modules import marking_calls
 from jmpx._policies.registry import any_class_has_a_policy
 from jmpx._remat.checkpoints import Left
@@ -173,7 +172,7 @@ def evaluated(
 
 def _followed(policy_map: PolicyMap) -> PolicyMap:
     """Returns a policy map with the rules that a context adds."""
-    policy_map = in_force(policy_map, "jmpx.autocast")
+    policy_map = with_trial_rules(policy_map, "jmpx.autocast")
     check_computes(policy_map.default.compute_dtype)
     for rule in policy_map.rules:
         if rule.compute is None:

@@ -11,7 +11,7 @@ To read, in this order:
 - `contexts.py`: which contexts are open in a thread, and what JAX's caches know of them;
 - `nnx_objects.py`, `stateful.py`: objects of Flax's NNX around a transformation;
 - `mappings.py`: nested mappings of configuration files, with the path of each value;
-- `messages.py`, `text.py`: the place, the nearest word and the user's line; numbers and tables;
+- `messages.py`: the place, the nearest word and the line of the user;
 - `moved.py`, `later.py`, `of_0_2.py`: names that moved, public names that their first use imports,
   and pickles of jmpx 0.2;
 - `exported.py`: classes of pytrees that `jax.export` serializes;

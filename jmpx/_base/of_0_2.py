@@ -35,7 +35,7 @@ _FILES = {
     "_ranges.report": "_inspect.ranges.report",
     "_rules": "_policies.rules",
     "_state_dtype": "_storage.state_dtype",
-    "_update_report": "_storage.update_report",
+    "_update_report": "_inspect.update_report",
     "_wire": "_inspect.collectives.report",
 }
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from jmpx._base.dtypes import check_computes, dtype_name, half_dtype
 from jmpx._base.messages import did_you_mean
-from jmpx._base.text import columns
 from jmpx._inspect.audit.hardware import MULTIPLIES_IN
+from jmpx._inspect.text import columns
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._scales.strings import get_loss_scale
 

@@ -1,6 +1,6 @@
 """What `python -m jmpx explain` prints: what a policy string means."""
 
-from jmpx._base.text import columns
+from jmpx._inspect.text import columns
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
 from jmpx._policies.rules import Rule

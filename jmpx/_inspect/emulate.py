@@ -20,7 +20,8 @@ from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import SUMMED_IN_FLOAT32
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
-from jmpx._jaxprs import core, moves, watched
+from jmpx._inspect import watched
+from jmpx._jaxprs import core, moves
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])

@@ -20,8 +20,7 @@ from jmpx._base.stateful import split
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.types import Array, Jaxpr
-from jmpx._policies.added_rules import rules_added
-from jmpx._policies.maps import Rule
+from jmpx._policies.maps import Rule, trial_rules
 from jmpx._policies.modules import call_marked
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -106,7 +105,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     arguments = (call.fn, *call.args), call.kwargs
     with (
         listening() as sessions,
-        rules_added(call.rules) as takers,
+        trial_rules(call.rules) as takers,
         split(marked, *arguments) as (pure, state, args, kwargs),
     ):
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jmpx._base.leaves import is_int
-from jmpx._base.text import columns
+from jmpx._inspect.text import columns
 
 
 class Table(NamedTuple):

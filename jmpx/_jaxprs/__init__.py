@@ -10,7 +10,6 @@ The way through it:
   through a jaxpr on values of any kind. Whoever interprets a program begins here.
 - `backward.py` searches from results backwards, through calls, loops and branches, such as for the
   variables that reach a product. `pieces.py` makes one jaxpr of some equations of another.
-- `watched.py` runs a program and shows each equation, with its numbers, to a watcher.
 - `passed_on.py` finds the parameters of NNX that a function hands out as it was given them.
 - `gathers.py` has the gradients of gathers from 16-bit tables summed in float32.
 - `places.py` finds the line of the user's code that an equation is from.

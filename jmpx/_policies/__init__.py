@@ -17,8 +17,6 @@ places for error messages:
 What holds while a program runs:
 
 - `registry.py`: `set_policy` and its relatives attach policies to classes, per thread.
-- `places.py`: which module or named scope an operation is in, and the selector for it.
-- `added_rules.py`: rules that every policy map gets while a program is traced again.
 - `frameworks.py` and `modules.py`: what an adapter of a framework offers to the files of this room.
 
 It may import `_base` and `_jaxprs`. Casts at the calls of modules are in `_adapters`, those of

@@ -1,10 +1,12 @@
 """Policy maps: a default policy, rules for parts that differ from it, and how it is applied."""
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from jmpx._base.contexts import Context, entered, opened
 from jmpx._base.mappings import SAVES, Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts
@@ -219,3 +221,33 @@ def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
     choices = {name: f"*/{name}" for name in sorted(names)}
     choices |= {name: name for name in sorted(classes)}
     return did_you_mean(rule.selector.rpartition(".")[2], choices)
+
+
+class _OnTrial(NamedTuple):
+    """Rules on trial, and the functions that took a policy map meanwhile."""
+
+    rules: tuple[Rule, ...]
+    functions: set[str]
+
+
+@contextlib.contextmanager
+def trial_rules(rules: Sequence[Rule]) -> Iterator[set[str]]:
+    """Adds rules on trial to the end of each policy map that is taken while the context lasts.
+
+    The rules are part of the key of JAX's caches, so that jitted functions are traced anew. The
+    context yields the names of the functions that took a policy map, such as `jmpx.autocast`.
+    """
+    on_trial = _OnTrial(tuple(rules), set())
+    with entered(Context("trial_rules", on_trial, key=on_trial.rules)):
+        yield on_trial.functions
+
+
+def with_trial_rules(policy_map: PolicyMap, by: str) -> PolicyMap:
+    """Returns the map, plus the rules on trial; `by` is the function as the user calls it."""
+    rules: tuple[Rule, ...] = ()
+    for each in opened(_OnTrial):
+        each.functions.add(by)
+        rules += each.rules
+    if not rules or policy_map.rules[-len(rules) :] == rules:
+        return policy_map
+    return dataclasses.replace(policy_map, rules=(*policy_map.rules, *rules))

@@ -11,8 +11,6 @@ Optimizers of 16-bit parameters, in the order of reading:
 What is stored beside them, or told about it:
 
 - `ema.py`: moving averages of parameters, in float32.
-- `update_report.py`: which updates round to nothing in the dtype of the parameters.
-- `contracts.py`: the dtypes of a checkpoint, and whether what was restored still has them.
 
 The public names are in `jmpx.optim`, `jmpx.inspect` and `jmpx.types`. This room may import
 `_scales`, `_policies`, `_jaxprs` and `_base`.

@@ -14,11 +14,11 @@ from helpers.findings_of import shape
 from hypothesis import given, settings, strategies as st
 
 import jmpx
-
-# Why private names: no program has all units, kinds of findings, and orders of them.
-from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.findings import KINDS, merged
 from jmpx._inspect.audit.step import Found
+
+# Why private names: no program has all units, kinds of findings, and orders of them.
+from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 
 
 def leaky(w, x):

@@ -13,11 +13,12 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from jmpx._inspect import watched
+
 # Why private names: all reports of jmpx.inspect rest on these, and none shows a single equation.
 from jmpx._inspect.first_nonfinite.search import Search
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._jaxprs import watched
 from jmpx._jaxprs.structure import structure, structure_of
 
 pytestmark = pytest.mark.versions

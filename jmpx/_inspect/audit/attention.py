@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from jmpx._base.text import bytes_text
 from jmpx._inspect.audit.flops import is_product
 from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import is_low
 from jmpx._inspect.graph import Node
+from jmpx._inspect.text import bytes_text
 from jmpx._remat.saving import is_batched_product
 
 _ATTENTION = Kind("unfused-attention")

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._base.text import count_text
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import compute_dtype, is_low
 from jmpx._inspect.graph import Node
-from jmpx._policies.places import where
+from jmpx._inspect.text import count_text
+from jmpx._inspect.where import where
 
 _PLATFORM = Kind("platform-product")
 KINDS = (_PLATFORM,)

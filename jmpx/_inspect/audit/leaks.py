@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from jmpx._base.text import count_text, short_names
 from jmpx._inspect.audit.data import SEVERITIES
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.remedies import Remedies
@@ -18,6 +17,7 @@ from jmpx._inspect.audit.values import (
     reaches_end,
 )
 from jmpx._inspect.graph import Node, Value
+from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.places import Place
 
 _FLOAT32 = Kind("float32-product", Remedies.narrower)

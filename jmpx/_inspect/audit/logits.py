@@ -15,7 +15,7 @@ from jmpx._inspect.audit.signs import is_at_most_zero
 from jmpx._inspect.audit.step import Found, Key, Kind, Step
 from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES, is_view, reaches_end
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._policies.places import modules_of, where
+from jmpx._inspect.where import modules_of, where
 
 _LOGITS = Kind("rounded-logits", Remedies.wider)
 KINDS = (_LOGITS,)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._base.text import short_names
 from jmpx._inspect.audit.flops import is_product, multiplied
 from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES_AND_CASTS, WIDE, before, half_dtype
 from jmpx._inspect.graph import Graph, Node
-from jmpx._policies.places import modules_of, selector, where
+from jmpx._inspect.text import short_names
+from jmpx._inspect.where import modules_of, selector, where
 from jmpx._policies.rules import Rule
 from jmpx._policies.strings import get_policy
 

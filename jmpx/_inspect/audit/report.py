@@ -7,11 +7,11 @@ from typing import Self
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
-from jmpx._base.text import share_text
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import SEVERITIES, AuditData
 from jmpx._inspect.audit.text import finding_text, report_text, severities, summary_line
 from jmpx._inspect.reports import Report
+from jmpx._inspect.text import share_text
 
 
 class Audit(AuditData, Report):

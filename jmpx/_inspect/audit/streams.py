@@ -26,7 +26,7 @@ from jmpx._inspect.audit.values import (
     outermost_dtype,
 )
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._policies.places import where
+from jmpx._inspect.where import where
 
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
 _OF_ISLANDS = frozenset(

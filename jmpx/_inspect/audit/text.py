@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings, common, pattern
 from jmpx._inspect.audit.data import SEVERITIES, AuditData, Finding, Scope
+from jmpx._inspect.text import bytes_text, columns, flop_text, share_text, short_names
 
 _WIDTH = 100
 _INDENT = 8  # of what is below the first line of a finding

@@ -16,8 +16,8 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.progress import progress
 from jmpx._inspect.running import check_arrays, key_of
+from jmpx._inspect.where import where
 from jmpx._jaxprs.core import Array
-from jmpx._policies.places import where
 from jmpx._scales.mixed_precision import MixedPrecisionLike
 
 WAYS = ("modules", "scopes", "lines")

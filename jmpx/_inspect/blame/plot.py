@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jmpx._base.text import short_names
+from jmpx._inspect.text import short_names
 
 _BARS = 15
 # Okabe and Ito's colours, which the colour-blind can tell apart.

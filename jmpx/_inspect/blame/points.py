@@ -10,11 +10,12 @@ import numpy as np
 
 from jmpx._autocast.products import PRODUCTS
 from jmpx._base.leaves import PyTree
+from jmpx._inspect import watched
 from jmpx._inspect.emulate import FORMATS, OPERANDS, algorithm_of, is_exact, rounded_to
 from jmpx._inspect.running import run_widened, widened
-from jmpx._jaxprs import core, watched
+from jmpx._inspect.watched import Site, Trips
+from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.watched import Site, Trips
 
 Key: TypeAlias = tuple[int, ...]  # of a site
 # float32 of shape (2,): the sums of the squares of `cotangent * error`, and of these themselves.

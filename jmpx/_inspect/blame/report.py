@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from jmpx._base.text import columns, share_text
 from jmpx._inspect.reports import Parts, TableReport
+from jmpx._inspect.text import columns, share_text
 from jmpx._jaxprs.places import Place
 
 _ROWS = 20  # how many are shown

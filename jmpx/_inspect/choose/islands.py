@@ -8,9 +8,9 @@ import numpy as np
 
 from jmpx._autocast.regions import matches_scope
 from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.where import selector, where
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.maps import PolicyMap
-from jmpx._policies.places import selector, where
 from jmpx._policies.rules import Rule
 
 MOST = 24  # islands; with more, layers that are alike are one

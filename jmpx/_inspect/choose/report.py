@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.text import bytes_text, share_text
 from jmpx._inspect.reports import Parts, TableReport
+from jmpx._inspect.text import bytes_text, share_text
 
 
 class Tried(NamedTuple):

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from jmpx._base.text import bytes_text
 from jmpx._inspect.collectives.data import Collective
 from jmpx._inspect.hlo.tables import Tables, end_of, wrapped
+from jmpx._inspect.text import bytes_text
 
 
 def lines(title: str, found: Sequence[Collective], notes: Sequence[str]) -> Iterator[str]:

@@ -12,9 +12,9 @@ from jmpx._inspect.emulate import FORMATS, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import key_of, run_widened, widened
+from jmpx._inspect.watched import Site, Trips, evaluate
 from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.types import Array, Jaxpr
-from jmpx._jaxprs.watched import Site, Trips, evaluate
 
 RESULT = "result"  # the scope of what the function returns
 _Numbers = dict[tuple[int, ...], list[Array]]  # what was kept, by the keys of sites

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from jmpx._base.messages import describe
-from jmpx._base.text import columns, count_text, short_names
 from jmpx._inspect.reports import Parts, TableReport
+from jmpx._inspect.text import columns, count_text, short_names
 from jmpx._jaxprs.places import Place
 
 _FEW = 8  # outputs without a pair that are shown

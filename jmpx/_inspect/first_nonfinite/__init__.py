@@ -12,7 +12,7 @@ The way through it:
 - `causes.py` says why an operation made one; `report.py` is the result, `FirstNonfinite`.
 
 It reads programs through `_inspect/programs.py` and `graph.py`, and runs them through
-`_jaxprs/watched.py` and, in float32, `_inspect/running.py`.
+`_inspect/watched.py` and, in float32, `_inspect/running.py`.
 """
 
 from jmpx._inspect.first_nonfinite.api import first_nonfinite as first_nonfinite

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from jmpx._inspect.first_nonfinite.search import HAND_ON
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.running import is_narrow
+from jmpx._inspect.where import selector, where
 from jmpx._policies.map_strings import parse_rule
-from jmpx._policies.places import selector, where
 
 _MOST = 6  # rules that are tried; for each the program is compiled once more
 _FARTHEST = 32  # how many operations before it are looked at

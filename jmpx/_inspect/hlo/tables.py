@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.text import columns, count_text, share_text
+from jmpx._inspect.text import columns, count_text, share_text
 
 _WIDTH, _NAME, _ROWS = 100, 36, 20  # characters, and rows
 Key = Callable[[Any], Sequence[str]]

@@ -5,7 +5,6 @@ from typing import Any
 
 from jmpx._base.leaves import PyTree, is_array
 from jmpx._base.messages import describe
-from jmpx._base.text import short_names
 from jmpx._inspect.audit import summary
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
@@ -13,7 +12,8 @@ from jmpx._inspect.plan.compiling import compiled, placed, versions
 from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.progress import progress
-from jmpx._jaxprs.watched import constants
+from jmpx._inspect.text import short_names
+from jmpx._inspect.watched import constants
 from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
 
 _NUMBERS = 16  # that an array among the arguments may have: a key, a count, a loss scale

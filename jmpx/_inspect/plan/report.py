@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.data import Products
 from jmpx._inspect.reports import Parts, TableReport
+from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 
 _PARTS = 3  # how many shares are shown
 _COLUMNS = "peak fits FLOP products saved accessed sent collectives compiled".split()

@@ -4,11 +4,11 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from jmpx._base.text import count_text, flop_text
 from jmpx._inspect.hlo.programs import ProgramReport, read
 from jmpx._inspect.hlo.tables import Tables, end_of, wrapped
 from jmpx._inspect.products.data import Product
 from jmpx._inspect.products.hlo import KERNEL, finder
+from jmpx._inspect.text import count_text, flop_text
 
 _WIDENED = (
     "Compiled for a CPU, for which XLA multiplies in float32 what a program multiplies in 16 bits: "

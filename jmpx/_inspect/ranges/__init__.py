@@ -11,5 +11,5 @@ The way through it:
   draws it.
 
 It reads programs through `_inspect/programs.py` and `graph.py`, and runs them through
-`_jaxprs/watched.py` and `_inspect/running.py`.
+`_inspect/watched.py` and `_inspect/running.py`.
 """

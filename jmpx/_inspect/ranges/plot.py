@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jmpx._base.text import share_text
 from jmpx._inspect.ranges.data import Histogram, exponent_of
+from jmpx._inspect.text import share_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

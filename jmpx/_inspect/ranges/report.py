@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.messages import describe
-from jmpx._base.text import columns, count_text, share_text
 from jmpx._inspect.ranges.data import Histogram, Range, Shares, exponent_of, merged
 from jmpx._inspect.ranges.formats import FORMATS, as_format
 from jmpx._inspect.ranges.plot import plot_histograms
 from jmpx._inspect.reports import Report
 from jmpx._inspect.running import scale_text
+from jmpx._inspect.text import columns, count_text, share_text
 from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
 
 _KINDS = ("activations", "gradients")
