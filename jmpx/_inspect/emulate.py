@@ -2,8 +2,8 @@
 
 Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result
 is cast back, and rounds neither between the operations of a fusion, nor what a product hands to
-one. Here each equation runs as it was traced, and its 16-bit results pass through a rounding in
-float32, which no compiler leaves out.
+one. Here each equation runs as it was traced, and its 16-bit results are rounded in float32, which
+no compiler leaves out.
 """
 
 import functools
@@ -25,23 +25,21 @@ from jmpx._jaxprs import core, moves
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
-FORMATS = ("bfloat16", "float16")
+LOW_DTYPES = ("bfloat16", "float16")
 # The dtypes to which dot algorithms round operands of float32.
-OPERANDS = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
-_TF32 = "TF32_TF32_F32"  # it multiplies in ten bits and the exponents of float32
-# Results that hold numbers of 16-bit operands, or round them to others that 16 bits hold.
-_MOVES = moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS
-_EXACT = _MOVES | frozenset(
-    "select_n neg abs sign max min clamp floor ceil round sort reduce_max reduce_min".split()
-)
+OPERAND_DTYPES = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
+_TF32 = "TF32_TF32_F32"  # multiplies with ten bits of mantissa and the exponents of float32
+# The results of these are 16-bit numbers if the operands are.
+_EXACT = moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS
+_EXACT |= set("select_n neg abs sign max min clamp floor ceil round sort".split())
+_EXACT |= {"reduce_max", "reduce_min"}
 
 
 def rounded(array: Array) -> Array:
     """Returns an array of one of the formats, rounded for certain.
 
-    It is rounded in float32: a reduction of the precision of a 16-bit array changes nothing, and
-    compilers may leave it out. That of float16 flushes subnormal numbers, so that these are rounded
-    to whole multiples of the smallest one.
+    `lax.reduce_precision` of a 16-bit array changes nothing, so that compilers may leave it out:
+    it rounds the array in float32.
     """
     wide = lax.convert_element_type(array, np.float32)
     return lax.convert_element_type(rounded_to(wide, array.dtype), array.dtype)
@@ -51,7 +49,7 @@ def rounded_to(wide: Array, dtype: np.dtype) -> Array:
     """Returns an array of float32, rounded to the numbers of one of the formats."""
     info = jnp.finfo(dtype)
     low = lax.reduce_precision(wide, info.nexp, info.nmant)
-    if dtype == np.float16:
+    if dtype == np.float16:  # whose subnormal numbers `reduce_precision` flushes to zero
         units = lax.round(wide * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
         low = jnp.where(jnp.abs(wide) < 2.0**-14, units * 2.0**-24, low)
     return low
@@ -66,20 +64,20 @@ def _operand(array: Array, dtype: np.dtype | None) -> Array:
 
 
 class Rounding:
-    """Runs programs, and rounds the results of their equations to some formats."""
+    """Runs programs, and rounds the results of their equations to some dtypes."""
 
     def __init__(self, formats: Sequence[str]) -> None:
         self.dtypes = tuple(map(np.dtype, formats))
 
     def run(self, fn: Callable[..., PyTree], args: PyTree) -> PyTree:
-        """Runs a function as it is written; its derivative is that of the function, so run."""
+        """Runs a function; the derivative is the function's own, run in the same way."""
         traced = core.trace(fn, args, {})
         jaxpr, consts = traced.jaxpr, core.consts_of(traced.jaxpr)
         indices = [i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)]
         count = len(indices)
 
         def given(arrays: Sequence[Array]) -> list[Array]:
-            """Returns the constants of the jaxpr, of which the first arrays are some."""
+            """Returns the constants of the jaxpr: traced ones are the first arrays."""
             known = dict(zip(indices, arrays[:count], strict=True))
             return [known.get(i, const) for i, const in enumerate(consts)]
 
@@ -90,27 +88,24 @@ class Rounding:
         def call(*arrays: Array) -> list[Array]:
             return self.evaluate(jaxpr, given(arrays), arrays[count:])
 
-        # Differentiated first and rounded then, so that the backward pass is the program's own,
-        # with the rules of custom functions; these two functions are differentiated likewise.
-        def forward(*arrays: Array) -> PyTree:
-            return self.run(functools.partial(jax.vjp, as_traced), arrays)
-
-        def backward(pullback: Callable[..., PyTree], cotangents: PyTree) -> PyTree:
-            return self.run(lambda pullback, given: pullback(given), (pullback, cotangents))
-
-        call.defvjp(forward, backward)
+        # The program is differentiated first and rounded then, which keeps the rules of custom
+        # functions. Higher derivatives differentiate the two functions likewise.
+        call.defvjp(
+            lambda *arrays: self.run(functools.partial(jax.vjp, as_traced), arrays),
+            lambda *given: self.run(lambda pullback, cotangents: pullback(cotangents), given),
+        )
         return traced.rebuild(call(*(consts[i] for i in indices), *traced.arrays))
 
     def evaluate(
         self, jaxpr: Jaxpr, consts: Sequence[Array], arrays: Sequence[Array]
     ) -> list[Array]:
-        """Runs a jaxpr with these constants; what goes in is rounded, too."""
+        """Runs a jaxpr with these constants, and rounds its inputs, too."""
         replaced = {id(old): new for old, new in zip(core.consts_of(jaxpr), consts, strict=True)}
         results, _ = watched.evaluate(
             jaxpr,
             [*map(self.rounded, arrays)],
-            watch=lambda state, *seen: state,
-            state=(),
+            watched.unwatched,
+            (),
             run=self.equation,
             constant=lambda array: replaced.get(id(array), array),
             reduce=lambda state, axes: state,
@@ -118,17 +113,17 @@ class Rounding:
         return results
 
     def rounded(self, array: Array) -> Array:
-        """Returns an array, rounded if it has one of the formats; a reference as it is."""
+        """Returns an array, rounded if it has one of the dtypes; references stay."""
         is_reference = hasattr(getattr(array, "aval", None), "inner_aval")
         is_low = not is_reference and getattr(array, "dtype", None) in self.dtypes
         return rounded(array) if is_low else array
 
     def equation(self, eqn: Equation, operands: list[Array]) -> list[Array]:
-        """Runs an equation that stands for itself."""
+        """Runs an equation that holds no jaxpr."""
         algorithm = algorithm_of(eqn)
-        to = OPERANDS.get(algorithm)
+        to = OPERAND_DTYPES.get(algorithm)
         if algorithm == _TF32 or to in self.dtypes:
-            # The product itself is then one of float32, which all chips know.
+            # Products of float32 run on all chips, those of an algorithm do not.
             operands = [_operand(array, to) for array in operands]
             results = core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
         else:
@@ -146,7 +141,7 @@ def is_exact(eqn: Equation) -> bool:
     return operation_name(eqn.primitive.name) in _EXACT
 
 
-def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Function:
+def emulate(func: _Function, formats: Sequence[DTypeLike] = LOW_DTYPES) -> _Function:
     """Makes a function round each result of 16 bits where the program writes it.
 
     XLA leaves out some of these roundings on CPUs, GPUs and TPUs, on each in different places.
@@ -188,7 +183,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Functio
         raise TypeError(f"Expected a list of formats, got {formats!r}: write [{formats!r}].")
     names = [dtype_name(as_dtype(each)) for each in formats]
     for name in names:
-        if name not in FORMATS:
+        if name not in LOW_DTYPES:
             raise ValueError(
                 f"Cannot round to {name} where a program writes it: give formats of 16 bits, "
                 "bfloat16 or float16."

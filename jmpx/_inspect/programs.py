@@ -121,7 +121,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         met = [met for session in sessions for met in session.met]
         chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
     return Program(
-        _name(call.fn),
+        name_of(call.fn),
         traced.jaxpr,
         traced.arrays,
         _names(*args, **kwargs),
@@ -203,7 +203,7 @@ def _differentiated(*first: PyTree) -> list[int]:
     return [i for i, leaf in enumerate(jax.tree.leaves(first)) if is_floating(leaf)]
 
 
-def _name(fn: Callable[..., PyTree]) -> str:
+def name_of(fn: Callable[..., PyTree]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
@@ -216,7 +216,7 @@ def _names(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> lis
     names = [each.name for each in parameters if each.kind in _POSITIONAL]
     names += [f"args[{i}]" for i in range(len(names), len(args))]
     # JAX flattens dictionaries, and so the keyword arguments, in the order of their keys.
-    trees = [(_name(fn), fn), *zip(names, args, strict=False), *sorted(kwargs.items())]
+    trees = [(name_of(fn), fn), *zip(names, args, strict=False), *sorted(kwargs.items())]
     return [
         name + jax.tree_util.keystr(path)
         for name, tree in trees

@@ -1,6 +1,10 @@
-"""How watched programs run: their arrays, their sites, and float32 in place of 16 bits."""
+"""How watched programs run: their arrays, float32 in place of 16 bits, and compiled once."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import jax.core
@@ -10,12 +14,17 @@ from jax import lax
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.dtypes import is_dtype
-from jmpx._base.leaves import is_floating_dtype
-from jmpx._inspect.graph import Node
+from jmpx._base.leaves import ARRAYS, PyTree, is_floating_dtype
+from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
+from jmpx._inspect.watched import SiteKey, constants, is_opaque
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
+from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, Params, operation_name
+from jmpx._jaxprs.structure import structure
 from jmpx._scales.dynamic import DynamicLossScale
+
+R = TypeVar("R")
+_FLOAT32 = np.dtype(np.float32)
 
 
 def check_arrays(program: Program, caller: str) -> None:
@@ -30,13 +39,14 @@ def check_arrays(program: Program, caller: str) -> None:
             )
 
 
-def key_of(node: Node) -> tuple[int, ...]:
+def key_of(node: Node) -> SiteKey:
     """Returns the key of a node; the site of the same equation has an equal one."""
-    key, around = [id(node.eqn)], node.around
-    while around is not None:
-        key.append(id(around.eqn))
-        around = around.around
-    return tuple(reversed(key))
+    return (*(key_of(node.around) if node.around else ()), id(node.eqn))
+
+
+def nodes_by_key(graph: Graph) -> dict[SiteKey, Node]:
+    """Returns the nodes of equations by their keys."""
+    return {key_of(node): node for node in graph.nodes if not node.is_structure}
 
 
 def scale_text(scale: float) -> str:
@@ -44,17 +54,35 @@ def scale_text(scale: float) -> str:
     return str(DynamicLossScale(scale, min_loss_scale=min(scale, 1.0)))
 
 
+@contextlib.contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
+    """Yields a function that advances a bar by one; the total may be unknown.
+
+    The bar shows after two seconds, if tqdm is installed.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None:  # outside of the handler, which would show in the traceback of the report
+        yield lambda: None
+        return
+    with tqdm(desc=what, total=total, leave=False, delay=2) as bar:
+        yield bar.update
+
+
+# --- float32 in place of 16 bits ---
+
 # Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
 _SCATTERS: dict[str, Callable[..., Array]] = {
-    "scatter": lax.scatter,
-    "scatter_add": lax.scatter_add,
-    "scatter_max": lax.scatter_max,
-    "scatter_min": lax.scatter_min,
-    "scatter_mul": lax.scatter_mul,
+    name: getattr(lax, name)
+    for name in ("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
 }
 
 
-_FLOAT32 = np.dtype(np.float32)
+def is_narrow(dtype: object, wide: np.dtype = _FLOAT32) -> bool:
+    """Whether something is a floating dtype of fewer bits than a wide one."""
+    return is_dtype(dtype) and is_floating_dtype(dtype) and np.dtype(dtype).itemsize < wide.itemsize
 
 
 def widened(array: Array, wide: np.dtype = _FLOAT32) -> Array:
@@ -75,8 +103,7 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
     """
     if not eqn.outvars:
         return []
-    atoms = (*eqn.invars, *eqn.outvars)
-    if not any(is_narrow(getattr(atom.aval, "dtype", None), wide) for atom in atoms):
+    if not any(is_low(atom, wide) for atom in (*eqn.invars, *eqn.outvars)):
         return core.bind(eqn, operands)
     name = operation_name(eqn.primitive.name)
     if name == "convert_element_type" and is_narrow(eqn.params["new_dtype"], wide):
@@ -88,27 +115,97 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
         return [_SCATTERS[name](*operands, **{key: eqn.params[key] for key in keys})]
     entry = lookup(eqn)
     if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
-        pairs = zip(operands, eqn.invars, strict=True)
-        results = core.bind(eqn, [_as_traced(*pair, wide) for pair in pairs])
-        return [widened(array, wide) for array in results]
+        as_traced = [
+            lax.convert_element_type(array, atom.aval.dtype) if is_low(atom, wide) else array
+            for array, atom in zip(operands, eqn.invars, strict=True)
+        ]
+        return [widened(array, wide) for array in core.bind(eqn, as_traced)]
     params: Params = {key: wide for key, dtype in eqn.params.items() if is_narrow(dtype, wide)}
     return core.bind(eqn, operands, **params)
 
 
+def is_low(atom: Atom, wide: np.dtype = _FLOAT32) -> bool:
+    """Whether the dtype of an operand or a result is narrow."""
+    return is_narrow(getattr(atom.aval, "dtype", None), wide)
+
+
 def _has_algorithm(eqn: Equation) -> bool:
-    """Whether a product names an algorithm, which asks for operands of certain dtypes."""
+    """Whether a product names an algorithm, which takes operands of certain dtypes only."""
     precision = eqn.params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
 
 
-def _as_traced(array: Array, atom: Atom, wide: np.dtype) -> Array:
-    is_low = is_narrow(getattr(atom.aval, "dtype", None), wide)
-    return lax.convert_element_type(array, atom.aval.dtype) if is_low else array
+# --- Compiled once for all programs of one structure ---
+
+# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
+# The pass that is disabled makes two or three kernels of each reduction on a CPU, and a watched
+# program has a reduction for each operation.
+_AS_WRITTEN = {
+    "xla_allow_excess_precision": False,
+    "xla_disable_hlo_passes": "tree_reduction_rewriter",
+}
+# Optimizing takes half of the time to compile, and does not pay for one or two runs.
+_ONCE = _AS_WRITTEN | {"xla_backend_optimization_level": 0}
+# What a compiled function traces when it runs for the first time, or in another context of JAX.
+_traced: contextvars.ContextVar[Callable[..., PyTree]] = contextvars.ContextVar("_traced")
 
 
-def is_narrow(dtype: object, wide: np.dtype = _FLOAT32) -> bool:
-    """Whether something is a floating dtype of fewer bits than a wide one."""
-    if not is_dtype(dtype) or not is_floating_dtype(dtype):
-        return False
-    return np.dtype(dtype).itemsize < wide.itemsize
+class CompileCache:
+    """Compiled functions of a jaxpr, kept by its structure, with its constants as operands.
+
+    `jax.grad` or a lambda may trace a step anew: its new jaxpr finds what was compiled before. The
+    structures that were used last are kept, without their arrays.
+
+    Args:
+        jaxpr: the jaxpr.
+        runs_often: whether the functions are optimized, because they run more than once or twice.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, runs_often: bool = False) -> None:
+        self.runs_often = runs_often
+        self.consts = list(constants(jaxpr))
+        self.own: dict[Hashable, Callable[..., PyTree]] = {}
+        first: dict[int, int] = {}
+        same = tuple(first.setdefault(id(const), i) for i, const in enumerate(self.consts))
+        # A constant other than an array, such as a reference, stays in the jaxpr.
+        is_alone = is_opaque(jaxpr) or not all(isinstance(c, ARRAYS) for c in self.consts)
+        self.key = None if is_alone else (structure(jaxpr), same)
+        try:
+            hash(self.key)
+        except TypeError:  # a parameter of an equation has no hash
+            self.key = None
+
+    def run(self, fn: Callable[..., R], arguments: tuple[PyTree, ...], *depends_on: Hashable) -> R:
+        """Returns `fn(constant, *arguments)`, compiled.
+
+        Args:
+            fn: a function that evaluates the jaxpr; `constant` is for `watched.evaluate`.
+            arguments: pytrees of arrays.
+            *depends_on: the values that `fn` closes over and depends on.
+        """
+
+        def traced(arguments: tuple[PyTree, ...], consts: list[Array]) -> R:
+            given = dict(zip(map(id, self.consts), consts, strict=True))
+            return fn(lambda array: given.get(id(array), array), *arguments)
+
+        if self.key is None:
+            program = self.own.setdefault(depends_on, _new_program(self.runs_often))
+        else:
+            program = _program((self.key, depends_on), self.runs_often)
+        before = _traced.set(traced)
+        try:
+            return program(arguments, self.consts)
+        finally:
+            _traced.reset(before)
+
+
+def _new_program(runs_often: bool) -> Callable[..., PyTree]:
+    options = _AS_WRITTEN if runs_often else _ONCE
+    return jax.jit(lambda *args: _traced.get()(*args), compiler_options=options)
+
+
+@functools.lru_cache(maxsize=16)
+def _program(key: Hashable, runs_often: bool) -> Callable[..., PyTree]:
+    """Returns the function of a structure, which refers to no jaxpr of it."""
+    return _new_program(runs_often)

@@ -40,6 +40,11 @@ def share_text(part: float, whole: float) -> str:
     return ">99.9 %" if 99.95 <= percent and part < whole else f"{percent:.1f} %"
 
 
+def error_text(error: float) -> str:
+    """Returns a relative error, such as `1.2e-03`."""
+    return "0" if error == 0 else f"{error:.1e}"
+
+
 def count_text(count: int, noun: str) -> str:
     """Returns a count and its noun: `1 cast`, `1,200 casts`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

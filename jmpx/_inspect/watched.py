@@ -1,8 +1,7 @@
-"""Runs a jaxpr and shows each of its equations, with what goes in and out, to a watcher.
+"""Runs a jaxpr, and shows each of its equations with its operands and results to a watcher.
 
-The watcher is a pure function that updates a state. The state goes through loops as part of their
-carry, so that a watched program can be jitted, and what runs inside of a loop is watched in each
-trip.
+The watcher is a pure function that updates a state. Loops carry the state, so that a watched
+program can be jitted, and each trip of a loop is watched.
 """
 
 import dataclasses
@@ -20,25 +19,26 @@ from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk
 
 State = TypeVar("State")
+SiteKey: TypeAlias = tuple[int, ...]  # see `Site.key`
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
-# What runs an equation that stands for itself.
-Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]
+Constant: TypeAlias = Callable[[Array], Array]  # returns the array to use for a constant
+Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]  # runs an equation
 _Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
-# What runs an equation that stands for itself at its site: `(state, site, operands, trips)`.
+# Runs an equation at its site: `(state, site, operands, trips)`.
 Step: TypeAlias = Callable[..., _Results]
 
 
 class Site(NamedTuple):
     """An equation at its place in a program. A function that is called twice has two sites."""
 
-    equation: Equation  # the equation; None for the program as a whole
-    scope: str = ""  # the scope, with marks of modules
-    is_backward: bool = False  # whether it is of a backward pass
+    equation: Equation  # None for the program as a whole
+    scope: str = ""  # with marks of modules
+    is_backward: bool = False  # whether a backward pass runs it
     around: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first
 
     @property
-    def key(self) -> tuple[int, ...]:
-        """What identifies the site; it begins with the keys of the equations that hold it."""
+    def key(self) -> SiteKey:
+        """Identifies the site; it begins with the keys of the equations that hold it."""
         return (*map(id, self.around), id(self.equation))
 
     @property
@@ -59,7 +59,7 @@ def is_loop(eqn: Equation) -> bool:
 
 
 def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
-    """Yields the sites of the equations that stand for no jaxpr, in the order of the program."""
+    """Yields the sites of the equations that hold no jaxpr to go into, in the program's order."""
     for eqn in jaxpr.eqns:
         site, inner = (holder or Site(None)).inside(eqn), inner_of(eqn)
         if inner is None:
@@ -69,7 +69,7 @@ def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
 
 
 def _held(eqn: Equation) -> Sequence[Jaxpr]:
-    """Returns the jaxprs that an evaluation goes through in place of an equation."""
+    """Returns the jaxprs that an evaluation runs in place of an equation."""
     inner = inner_of(eqn)
     if inner is None:
         return ()
@@ -77,7 +77,7 @@ def _held(eqn: Equation) -> Sequence[Jaxpr]:
 
 
 def constants(jaxpr: Jaxpr) -> Iterator[Array]:
-    """Yields the arrays that `constant` of an evaluation gets, without literals, in their order."""
+    """Yields the constants of a jaxpr and of those inside of it, in the order of an evaluation."""
     yield from core.consts_of(jaxpr)
     for each in (each for eqn in jaxpr.eqns for each in _held(eqn)):
         yield from constants(each)
@@ -86,7 +86,7 @@ def constants(jaxpr: Jaxpr) -> Iterator[Array]:
 def is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an evaluation depends on more than the structure and the constants of a jaxpr.
 
-    So do calls of Python, and the constants of what runs as it was traced, as a linear solve.
+    Calls of Python do, and equations that run as traced but hold constants, as a linear solve.
     """
     return any(
         any(map(is_opaque, _held(eqn)))
@@ -100,15 +100,19 @@ def _has_constants(eqn: Equation) -> bool:
     return any(len(core.consts_of(jaxpr)) for jaxpr in core.inner_jaxprs(eqn.params))
 
 
+def unwatched(state: State, *_: object) -> State:
+    """Returns the state: the watcher of a run of which nothing is noted."""
+    return state
+
+
 def evaluate(
     jaxpr: Jaxpr,
     arrays: Sequence[Array],
     watch: Callable[[State, Site, list[Array], list[Array], Trips], State],
     state: State,
-    scope: str = "",
     *,
     run: Run = core.bind,
-    constant: Callable[[Array], Array] = lambda array: array,
+    constant: Constant = lambda array: array,
     reduce: Callable[[State, tuple[str, ...]], State] | None = None,
     by_site: bool = False,
     step: Step | None = None,
@@ -124,20 +128,19 @@ def evaluate(
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
             and dtypes of the old one. `trips` counts those of the loops `site.loops`, from 0.
         state: a pytree of arrays.
-        scope: the scope around it.
-        run: `run(equation, operands)` returns the results of an equation that stands for no jaxpr.
+        run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
-        by_site: whether the state is a dict by the keys of sites, and `watch` changes the value of
-            its site alone. Then a loop carries no more than the values of the sites in it, which
+        by_site: whether the state is a dict by the keys of sites, of which `watch` changes the
+            value of its site alone. A loop then carries only the values of the sites in it, which
             compiles much sooner.
-        step: `step(state, site, operands, trips)` returns the results of an equation that stands
-            for no jaxpr, and the new state, in place of `run` and `watch`.
+        step: `step(state, site, operands, trips)` returns the results of an equation that holds no
+            jaxpr, and the new state, in place of `run` and `watch`.
     """
     watcher = _Watcher(watch, run, constant, reduce, by_site, step)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
-        return watcher.evaluate(jaxpr, arrays, state, (), Site(None, scope))
+        return watcher.evaluate(jaxpr, arrays, state, (), Site(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,7 @@ class _Watcher:
 
     watch: Callable[..., PyTree]
     run: Run
-    constant: Callable[[Array], Array]
+    constant: Constant
     reduce: Callable[..., PyTree] | None
     by_site: bool
     instead: Step | None
@@ -170,11 +173,11 @@ class _Watcher:
         return self.constant(np.asarray(array, atom.aval.dtype) if is_literal else array)
 
     def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
-        """Runs an equation, or the jaxprs that it stands for."""
+        """Runs an equation, or the jaxprs that it holds."""
         inner = inner_of(site.equation)
-        if inner is None and self.instead is not None:
-            return self.instead(state, site, operands, trips)
         if inner is None:
+            if self.instead is not None:
+                return self.instead(state, site, operands, trips)
             results = self.run(site.equation, operands)
             seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
             return results, self.watch(state, site, *seen, trips)
@@ -207,13 +210,11 @@ class _Watcher:
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> _Results:
         consts, carry, _ = inner.split(operands)
-        unwatched = dataclasses.replace(
-            self, watch=lambda state, *_: state, reduce=None, instead=None
-        )
+        plain = dataclasses.replace(self, watch=unwatched, reduce=None, instead=None)
 
         def condition(carried: PyTree) -> Array:
             arrays = [*operands[: inner.first], *carried[2]]
-            return unwatched.evaluate(inner.condition, arrays, {}, (), site)[0][0]
+            return plain.evaluate(inner.condition, arrays, {}, (), site)[0][0]
 
         def body(carried: PyTree) -> PyTree:
             state, trip, carry = carried

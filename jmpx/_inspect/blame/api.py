@@ -1,28 +1,198 @@
-"""The blame as users call it: `jmpx.inspect.blame(func, policy)(*batches)`."""
+"""The blame as users call it, `jmpx.inspect.blame(func, policy)(*batches)`, and its report."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.messages import describe
-from jmpx._inspect.blame.points import Points, size_of
-from jmpx._inspect.blame.report import Blame, Blamed
-from jmpx._inspect.blame.shares import MOST, Batch, Measure, Runs, Shares, relative, shares
-from jmpx._inspect.compiled import Compiled
+from jmpx._inspect.blame.runs import (
+    MOST,
+    Batch,
+    Costs,
+    Measure,
+    Points,
+    Runs,
+    costs,
+    relative,
+    size_of,
+)
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
-from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.progress import progress
-from jmpx._inspect.running import check_arrays, key_of
+from jmpx._inspect.programs import Program, name_of, traced_program
+from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.running import CompileCache, check_arrays, nodes_by_key, progress
+from jmpx._inspect.text import columns, error_text, share_text, short_names
+from jmpx._inspect.watched import Constant
 from jmpx._inspect.where import where
 from jmpx._jaxprs.core import Array
+from jmpx._jaxprs.places import Place
 from jmpx._scales.mixed_precision import MixedPrecisionLike
 
 WAYS = ("modules", "scopes", "lines")
 _KINDS = ("gradients", "results")
 _NOWHERE = "(outside of modules and scopes)"
+_ROWS = 20  # how many a text shows
+_BARS = 15  # how many a picture shows
+_EXPLAINED = (0.5, 2.0)  # if the sum of all shares is outside of it, they do not add up
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_BAR_KINDS = {False: ("#0072B2", "first order"), True: ("#D55E00", "measured")}
+
+
+class Blamed(NamedTuple):
+    """A module, a scope or a line, and what its roundings cost.
+
+    `share` is its part of the squared error, and `error` what it alone would make, relative to the
+    norm of the results. A group whose roundings cancel those of others may have more than all.
+    """
+
+    name: str
+    share: float
+    error: float
+    operation: str  # in which most of it arises
+    place: Place | None  # the line of that operation
+    size: int  # how many numbers it rounds
+    is_measured: bool  # by two runs: it alone rounds, it alone does not; else of first order
+    rule: str  # a rule of a policy map that puts the module or the scope into float32, or empty
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame(Report):
+    """What `jmpx.inspect.blame` found: which roundings cause the error of a function.
+
+    Attributes:
+        title: the results that are off, and the policy.
+        error: the root mean square over batches of the relative error: the norm of the difference
+            to float32, over the norm of the results in float32.
+        batches: over how many batches.
+        rows: modules, scopes or lines, the one with the largest share first.
+        is_scalar: whether the error is of one number, near whose optimum it is not first order.
+        reason: why all rows, or the first ones, were measured, one by one; empty if they are of
+            first order.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    error: float
+    batches: int
+    rows: tuple[Blamed, ...]
+    is_scalar: bool = False
+    reason: str = ""
+
+    @property
+    def explained(self) -> float:
+        """The sum of the shares: near 1 where roundings are independent, and of first order."""
+        return sum(row.share for row in self.rows)
+
+    def check(self, at_most: float) -> Self:
+        """Raises if the relative error is larger: for tests.
+
+        Args:
+            at_most: the largest relative error.
+
+        Returns:
+            The blame itself.
+
+        Raises:
+            AssertionError: if the check fails, also under `python -O`: it names what has the
+                largest share.
+        """
+        if self.error <= at_most:
+            return self
+        first = self.rows[0]
+        raise AssertionError(
+            f"Expected {self.title} to be off by at most {at_most:g}, got "
+            f"{error_text(self.error)}, of which {first.name} makes "
+            f"{share_text(first.share, 1)}.\n\n{self}"
+        )
+
+    def diff(self, before: "Blame | Mapping[str, Any]") -> str:
+        """Returns what has changed since another blame, as a table, the largest change first.
+
+        Args:
+            before: the other one, or its `to_dict()`, such as `json.load` of what another commit
+                wrote.
+        """
+        old = before.to_dict() if isinstance(before, Blame) else before
+        errors = {row["name"]: row["error"] for row in old["rows"]}
+        new = {row.name: row.error for row in self.rows}
+        names = [*new, *(name for name in errors if name not in new)]
+        changes = {name: new.get(name, 0.0) ** 2 - errors.get(name, 0.0) ** 2 for name in names}
+        names.sort(key=lambda name: -abs(changes[name]))
+        was, now = error_text(old["error"]), error_text(self.error)
+        head = f"Error of {self.title}: {was} before, {now} now"
+        cells = [["", "before", "now"]]
+        for name in names[:_ROWS]:
+            cells.append([name, *(error_text(each.get(name, 0.0)) for each in (errors, new))])
+        return "\n".join([head, "", *columns(cells, right=(1, 2))])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the shares as bars. It needs matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if matplotlib knows no such format.
+        """
+        from matplotlib.figure import Figure  # here, because only pictures need it
+
+        shown, rest = self.rows[:_BARS], self.rows[_BARS:]
+        others = sum(100 * row.share for row in rest)
+        more = f"; {len(rest)} more have {others:.1f} %" if rest else ""
+        figure = Figure(figsize=(7.2, 1.2 + 0.26 * len(shown)), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        for kind, (color, label) in _BAR_KINDS.items():
+            found = [(i, 100 * row.share) for i, row in enumerate(shown) if row.is_measured == kind]
+            if found:
+                bars = axes.barh(*zip(*found, strict=True), color=color, label=label)
+                axes.bar_label(bars, fmt="{:.1f} %", padding=3)
+        axes.set_yticks(range(len(shown)), [row.name[-60:] for row in shown], family="monospace")
+        axes.invert_yaxis()
+        axes.margins(x=0.12, y=0.02)
+        axes.set_xlabel(f"share of the squared error (%){more}")
+        figure.suptitle(short_names(f"Error of {self.title}: {error_text(self.error)}"))
+        if any(row.is_measured for row in shown):
+            axes.legend(loc="lower right")
+        figure.savefig(path)
+
+    def _blocks(self) -> Iterator[str | Table]:
+        over = "" if self.batches == 1 else f", over {self.batches} batches"
+        yield f"Error of {self.title}: {error_text(self.error)}{over}"
+        cells = [["", "share", "error", "most of it", "line"]]
+        for row in self.rows:
+            share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
+            numbers = (share + "*" * row.is_measured, error_text(row.error))
+            cells.append([row.name, *numbers, row.operation, str(row.place or "")])
+        yield Table(cells, (1, 2), _ROWS)
+        yield "\n".join(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        if not self.error:
+            yield "The results are those of float32."
+            return
+        yield f"The shares explain {100 * self.explained:.0f} % of the squared error."
+        if not _EXPLAINED[0] <= self.explained <= _EXPLAINED[1]:
+            yield (
+                "They do not add up, because roundings depend on each other: trust the order of "
+                "the rows, not their numbers."
+            )
+        if self.is_scalar:
+            yield (
+                "One number near its optimum is not first order: blame the gradients, or a vector."
+            )
+        if any(row.is_measured for row in self.rows):
+            why = f" ({self.reason})" if self.reason else ""
+            yield f"* measured by two runs: it alone rounds, and it alone does not{why}"
+
+
+# --- Runs, and what they found ---
 
 
 def blame(
@@ -90,7 +260,7 @@ def blame(
         names = group_names(graph, runs.points, by)
         groups = {name: [n for n, each in enumerate(names) if each == name] for name in names}
         with progress("groups measured", min(len(groups), MOST)) as done:
-            found = shares(runs, list(groups.values()), seed, done)
+            found = costs(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
             applied = apply_policy(func, policy) if policy is not None else func
             raise ValueError(_nonfinite(applied, batches[0], "16 bits"))
@@ -116,7 +286,16 @@ def blamed_runs(
     with_gradient: bool = True,
 ) -> tuple[Program, Runs]:
     """Traces a function under a policy; returns its program and its runs on the batches."""
-    _check_batches(batches)
+    if not batches:
+        raise ValueError(
+            "Expected batches, got none: give some, each the tuple of the function's arguments."
+        )
+    for batch in batches:
+        if type(batch) is not tuple:
+            raise TypeError(
+                f"Expected batches that are tuples of the arguments of the function, got "
+                f"{describe(batch)}: write blame(func, policy)((params, x), (params, x2))."
+            )
     applied = func if policy is None else apply_policy(func, policy)
     program = traced_program(applied, batches[0], None, with_gradient)
     # A constant that was traced in 16 bits is rounded in both runs of one program.
@@ -126,8 +305,8 @@ def blamed_runs(
         under = "" if policy is None else f" under {str(policy)!r}"
         fewer = "16 bits" if runs.points.wide == np.float32 else "less than float64"
         raise ValueError(
-            f"Found no rounding to blame: {_name(func)}{under} computes nothing in {fewer}; give a "
-            "policy such as 'c=bf16'."
+            f"Found no rounding to blame: {name_of(func)}{under} computes nothing in {fewer}; give "
+            "a policy such as 'c=bf16'."
         )
     return program, runs
 
@@ -138,8 +317,8 @@ def runs_of(
     measure: Measure = relative,
     runs_often: bool = True,
 ) -> Runs:
-    """Returns the runs of a program on batches, which have the results of float32."""
-    compiled = Compiled(program.jaxpr, runs_often)
+    """Returns the runs of a program on batches."""
+    compiled = CompileCache(program.jaxpr, runs_often)
     return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
 
 
@@ -149,11 +328,11 @@ def exact_batches(
     batches: Sequence[tuple[PyTree, ...]],
     with_gradient: bool,
 ) -> list[Batch]:
-    """Returns the arrays of batches, and the results that a function has of them in float32."""
+    """Returns the arrays of batches, and the results of a function on them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
-    compiled = Compiled(program.jaxpr)
+    compiled = CompileCache(program.jaxpr)
 
-    def wide(constant: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
+    def wide(constant: Constant, arrays: list[Array]) -> list[Array]:
         return points.charged(constant, arrays, {}, {})
 
     found = list[Batch]()
@@ -173,36 +352,18 @@ def exact_batches(
     return found
 
 
-def _name(func: object) -> str:
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def _check_batches(batches: Sequence[object]) -> None:
-    if not batches:
-        raise ValueError(
-            "Expected batches, got none: give some, each the tuple of the function's arguments."
-        )
-    for batch in batches:
-        if type(batch) is not tuple:
-            raise TypeError(
-                f"Expected batches that are tuples of the arguments of the function, got "
-                f"{describe(batch)}: write blame(func, policy)((params, x), (params, x2))."
-            )
-
-
-def _nonfinite(func: Callable[..., PyTree], batch: tuple[PyTree, ...], where: str) -> str:
+def _nonfinite(func: Callable[..., PyTree], batch: tuple[PyTree, ...], precision: str) -> str:
     """Returns the sentence about results that are not finite, with the operation that made them."""
-    first = first_nonfinite(func)(*batch)
-    by = (
-        "" if first is None else f", first by {first.operation} at {first.place or 'no known line'}"
-    )
+    first, by = first_nonfinite(func)(*batch), ""
+    if first is not None:
+        by = f", first by {first.operation} at {first.place or 'no known line'}"
     return (
-        f"Expected results of {_name(func)} that are finite in {where}, got NaN or infinity{by}: "
-        "print jmpx.inspect.first_nonfinite(...) for where it came from."
+        f"Expected results of {name_of(func)} that are finite in {precision}, got NaN or "
+        f"infinity{by}: print jmpx.inspect.first_nonfinite(...) for where it came from."
     )
 
 
-def _outputs(program: Program) -> list[int]:
+def _outputs(program: Program) -> tuple[int, ...]:
     """Returns the indices of the gradients of a loss, or of the floating results."""
     indices = [i for i, a in enumerate(program.jaxpr.out_avals) if is_floating_dtype(a.dtype)]
     if program.is_differentiated:
@@ -212,7 +373,7 @@ def _outputs(program: Program) -> list[int]:
             f"Expected floating results, whose error can be blamed, got none from {program.name}: "
             "return the numbers that count."
         )
-    return indices
+    return tuple(indices)
 
 
 def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
@@ -230,29 +391,18 @@ def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
 
 def nodes_of(graph: Graph, points: Points) -> list[Node]:
     """Returns the node of each site, in the order of the points."""
-    by_key = {key_of(node): node for node in graph.nodes if not node.is_structure}
+    by_key = nodes_by_key(graph)
     return [by_key[key] for key in points.order]
 
 
-def _rows(
-    graph: Graph, points: Points, groups: dict[str, list[int]], found: Shares
-) -> list[Blamed]:
+def _rows(graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs) -> list[Blamed]:
     nodes, sizes = nodes_of(graph, points), [size_of(each) for each in points.at.values()]
     rows = []
     for number, (name, sites) in enumerate(groups.items()):
         worst = nodes[max(sites, key=lambda site: (found.sites[site], sizes[site]))]
-        part = float(found.parts[number])
-        selector = graph.selector(worst)
-        rows.append(
-            Blamed(
-                name,
-                part / found.squared if found.squared else 0.0,
-                part**0.5,
-                worst.name,
-                graph.place(worst),
-                sum(sizes[site] for site in sites),
-                number in found.direct,
-                "" if selector is None else f"{selector}: full",
-            )
-        )
+        part, selector = float(found.parts[number]), graph.selector(worst)
+        share = part / found.squared if found.squared else 0.0
+        size, rule = sum(sizes[site] for site in sites), selector and f"{selector}: full"
+        source = (worst.name, graph.place(worst), size)
+        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule or ""))
     return sorted(rows, key=lambda row: -row.share)

@@ -1,15 +1,31 @@
 """The first infinity or NaN, as users ask for it: `jmpx.inspect.first_nonfinite(fn)(*args)`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jmpx._base.leaves import PyTree
-from jmpx._inspect.first_nonfinite.replay import Replay
-from jmpx._inspect.first_nonfinite.report import FirstNonfinite
-from jmpx._inspect.programs import traced_program
-from jmpx._inspect.running import check_arrays
+from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
+from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
+from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.running import (
+    check_arrays,
+    is_low,
+    is_narrow,
+    run_widened,
+    scale_text,
+    widened,
+)
+from jmpx._inspect.where import selector, where
+from jmpx._jaxprs.core import Array, operation_name
+from jmpx._jaxprs.places import place_of
+from jmpx._policies.map_strings import parse_rule
+from jmpx._scales.dynamic import DynamicLossScale
 
 
 def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:
@@ -63,3 +79,313 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
             return Replay(program).find()
 
     return run
+
+
+# --- Why an operation makes an infinity or a NaN ---
+
+
+class Cause(NamedTuple):
+    """Why a number is not finite, in sentences without their full stops."""
+
+    reason: str
+    remedy: str
+    in_code: str = ""  # the cast to write if float32 mends it
+
+    def text(self, rule: str, is_tried: bool) -> str:
+        """Returns both sentences; `rule` mended it, or none did although some were tried."""
+        how = _ANYWHERE if rule.startswith("op.") else ""
+        if self.in_code and not rule:
+            how = f"{', but no rule mends it' if is_tried else ''}: {self.in_code}"
+        return f"{self.reason}. {self.remedy}{how}."
+
+
+_ANYWHERE = (
+    ": the rule is for jmpx.autocast, and for all such operations; to select this one, name its "
+    "line by jax.named_scope"
+)
+_UNCAST = "keep it in float32, or write jnp.finfo(x.dtype).min if it is a mask"
+_GUARD = (
+    "No dtype of its own mends it: clip what it reads, or add a small number, one that the dtype "
+    "holds (1e-8 is zero in float16: write 1e-4), before it; jnp.where after it is too late"
+)
+_SCALE_DOWN = (
+    "No rule mends it: make what it reads smaller, by a norm or a smaller learning rate; of what "
+    "exp reads, subtract the largest number first, as jax.nn.softmax does"
+)
+# operation -> whether an operand is out of range, and what the operation does then
+_OUT_OF_RANGE = {
+    "div": (lambda x: x == 0, "divides by zero"),
+    "integer_pow": (lambda x: x == 0, "divides by zero"),
+    "log": (lambda x: x <= 0, "reads zero or less"),
+    "log1p": (lambda x: x <= -1, "reads -1 or less"),
+    "pow": (lambda x: x <= 0, "raises zero or less to a power"),
+    "rsqrt": (lambda x: x <= 0, "reads zero or less"),
+    "sqrt": (lambda x: x < 0, "reads less than zero"),
+}
+
+
+def cause_of_event(event: Event, operands: Sequence[Array], results: Sequence[Array]) -> Cause:
+    """Returns why an equation made an infinity or a NaN; operands like random keys are None."""
+    name = operation_name(event.site.equation.primitive.name)
+    if not event.is_made:
+        return Cause(
+            "It makes a NaN of intentional infinities, as in a row that a mask of -inf masks as a "
+            "whole",
+            "No dtype mends it: mask by jnp.finfo(x.dtype).min, or leave a number in each row",
+        )
+    largest = _largest_in_float32(event, operands)
+    if largest is None:
+        return _of_numbers(name, operands, results)
+    dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x) and is_narrow(x.dtype))
+    dtype = next(dtypes)
+    beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
+    reason = f"It gives up to {largest:.4g}, {beyond}"
+    return in_float32(reason, _UNCAST) if name == "convert_element_type" else in_float32(reason)
+
+
+def in_float32(reason: str, in_code: str = "cast what it reads with .astype(jnp.float32)") -> Cause:
+    """Returns the cause of an infinity or a NaN that float32 mends."""
+    return Cause(reason, "In float32 it is finite", in_code)
+
+
+def _largest_in_float32(event: Event, operands: Sequence[Array]) -> float | None:
+    """Returns the largest magnitude of the results in float32; None if float32 does not help."""
+    eqn = event.site.equation
+    if not any(map(is_low, (*eqn.invars, *eqn.outvars))) or any(x is None for x in operands):
+        return None
+    try:
+        results = run_widened(eqn, list(map(widened, operands)))
+    except NameError:  # JAX's error for an axis that is mapped only inside of the program
+        return None
+    found = [numbers_of(result) for result in results if is_inexact(result)]
+    if any(each.is_broken for each in found):
+        return None
+    return max((each.largest or 0.0 for each in found), default=None)
+
+
+def _of_numbers(name: str, operands: Sequence[Array], results: Sequence[Array]) -> Cause:
+    """Returns the cause of an infinity or a NaN that float32 does not mend."""
+    result = next(np.asarray(x) for x in results if is_inexact(x) and numbers_of(x).is_broken)
+    is_bad, what = _OUT_OF_RANGE.get(name, (np.isnan, ""))
+    operand = np.asarray(operands[name == "div"])
+    if what and not np.iscomplexobj(operand) and (is_bad(operand) & ~np.isfinite(result)).any():
+        return Cause(f"It {what}, here or in a derivative", _GUARD)
+    if np.isnan(result).any():
+        return Cause("It makes a NaN of finite numbers", _GUARD)
+    limits = jnp.finfo(result.dtype)
+    return Cause(
+        f"It gives more than {limits.dtype}'s largest number, {limits.max:.3g}", _SCALE_DOWN
+    )
+
+
+# --- Rules that may mend it ---
+
+_MOST = 6  # rules that are tried; for each the program is compiled once more
+_FARTHEST = 32  # how many operations before it are looked at
+_AUTOCAST = "jmpx.autocast"
+
+
+def rules_for(graph: Graph, node: Node) -> list[str]:
+    """Returns rules for a node and for what computed its operands, the nearest first.
+
+    There are none for a program without a function that takes a policy map.
+    """
+    takers, outermost = graph.program.takers, graph.outermost()
+    if not takers:
+        return []
+    rules = (text for each in _before(node) for text in _of_node(each, _AUTOCAST in takers))
+    is_for_all = lambda rule: any(rule.matches(*module) for module in outermost)  # noqa: E731
+    return [text for text in dict.fromkeys(rules) if not is_for_all(parse_rule(text))][:_MOST]
+
+
+def _before(node: Node) -> Iterator[Node]:
+    """Yields a node and those before it that read or compute in few bits, the nearest first."""
+    pending, seen = [node], {id(node)}
+    while pending and len(seen) < _FARTHEST:
+        each = pending.pop(0)
+        if any(is_narrow(value.dtype) for value in (*each.operands, *each.results)):
+            yield each
+        new = {id(v.node): v.node for v in each.operands if v.node and id(v.node) not in seen}
+        seen |= new.keys()
+        pending += new.values()
+
+
+def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:
+    select, module = selector(node.scope), where(node.scope).module
+    if select is not None and (module is not None or is_autocast):
+        yield f"{select}: f32"
+        # Without `o=` it returns the output dtype of the map, in which its result may overflow.
+        if module is not None and not is_autocast and not node.is_backward:
+            yield f"{select}: c=f32,o=f32"
+    # Rules for operations are for those that autocast computes, in the forward pass.
+    is_computed = node.name not in HAND_ON | {"convert_element_type"} and not node.is_structure
+    if is_autocast and is_computed and not node.is_backward:
+        yield f"op.{node.name}: f32"
+
+
+# --- Replays: at several loss scales, and with rules ---
+
+_OR_SCALE = (
+    " Or lower the loss scale if there is one: a jmpx.DynamicLossScale among the arguments shows "
+    "by how much."
+)
+
+
+class _Scale(NamedTuple):
+    """The loss scale of a step."""
+
+    number: float
+    floor: float  # its minimum
+    indices: tuple[int, ...]  # the inputs of the program that hold it
+
+
+def _scale_of(program: Program) -> _Scale | None:
+    """Returns the dynamic loss scale among the arguments; None without one that is unique."""
+    is_scale = lambda leaf: isinstance(leaf, DynamicLossScale)  # noqa: E731
+    call = program.call
+    leaves = jax.tree.leaves((call.fn, call.args, call.kwargs), is_leaf=is_scale)
+    found = [leaf for leaf in leaves if is_scale(leaf) and np.ndim(leaf.loss_scale) == 0]
+    ids = {id(scale.loss_scale) for scale in found}
+    indices = tuple(i for i, array in enumerate(program.arrays) if id(array) in ids)
+    numbers = {float(scale.loss_scale) for scale in found}
+    if found and not indices:  # beside an NNX module, arguments are copied; names stay
+        pairs = enumerate(zip(program.names, program.arrays, strict=True))
+        named = [(i, x) for i, (name, x) in pairs if name.endswith(".loss_scale")]
+        indices = tuple(i for i, x in named if not np.ndim(x) and float(x) in numbers)
+    if len(numbers) != 1 or not indices:
+        return None
+    return _Scale(numbers.pop(), max(scale.min_loss_scale for scale in found), indices)
+
+
+class Replay:
+    """A program that is run to find its first infinity or NaN."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, Graph(program)
+        self.search, self.scale = Search(program.jaxpr), _scale_of(program)
+
+    def run(self, number: float | None = None) -> Flow:
+        """Runs the program once, with this number as the loss scale if it has one."""
+        arrays = list(self.program.arrays)
+        for i in self.scale.indices if self.scale and number is not None else ():
+            arrays[i] = np.asarray(number, arrays[i].dtype)
+        return Flow(self.graph, self.search, arrays)
+
+    def find(self) -> FirstNonfinite | None:
+        """Returns the report; None if all results are finite."""
+        scale, flow = self.scale, self.run()
+        if scale is None or scale.number <= scale.floor or flow.found is None:
+            return self.describe(flow, scale and scale.number)
+        lower = self.run(scale.floor)
+        if lower.found is not None:  # No scale mends it: the report is about this run.
+            return self.describe(lower, scale.floor)
+        number = max(scale.number / 2, scale.floor)
+        while number > scale.floor and self.run(number).found is not None:
+            number = max(number / 2, scale.floor)
+        cause = Cause(
+            f"The loss scale {scale.number:g} alone makes it overflow: at {number:g} all is finite",
+            "Skip the step, and the scale lowers itself; to begin lower, take the rule",
+        )
+        return self.describe(flow, scale.number, cause, scale_text(number))
+
+    def describe(
+        self, flow: Flow, scale: float | None, cause: Cause | None = None, rule: str = ""
+    ) -> FirstNonfinite | None:
+        """Returns the report about a run, whose cause may be known."""
+        found = flow.found
+        if isinstance(found, Event):
+            return self.made(flow, found, scale, cause, rule)
+        return found and self.given(flow, found, scale)
+
+    def made(
+        self, flow: Flow, event: Event, scale: float | None, cause: Cause | None, rule: str
+    ) -> FirstNonfinite:
+        """Describes an operation that made an infinity or a NaN."""
+        site, eqn, node = event.site, event.site.equation, flow.node(event.site)
+        operands, results = flow.search.operands_of(event, flow.arrays)
+        rules: list[str] = []
+        if cause is None:
+            cause = cause_of_event(event, operands, results)
+            if event.is_made and not cause.in_code:
+                cause = self.cause_in_16_bits(flow, cause)
+            if cause.in_code and node is not None:
+                rules = rules_for(self.graph, node)
+                rule = self.first_that_mends(rules, node, scale)
+        text = cause.text(rule, bool(rules))
+        may_scale = self.scale is None and site.is_backward and cause.in_code
+        seen = [numbers_of(x) for x in results if is_inexact(x)]
+        return FirstNonfinite(
+            kind="inf" if any(each.infs for each in seen) else "NaN",
+            operation=operation_name(eqn.primitive.name),
+            place=place_of(eqn) if node is None else self.graph.place(node),
+            scope=where(site.scope).path,
+            policy="" if node is None else self.graph.policy(node),
+            is_backward=site.is_backward,
+            trips=tuple(map(Trip, event.trips, map(place_of, site.loops))),
+            operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
+            results=tuple(seen),
+            loss_scale=scale,
+            is_at_floor=self.is_at_floor(scale),
+            cause=text + (_OR_SCALE if may_scale else ""),
+            rule=rule,
+        )
+
+    def is_at_floor(self, scale: float | None) -> bool:
+        """Whether this is the floor of the loss scale."""
+        return self.scale is not None and scale == self.scale.floor
+
+    def first_that_mends(self, rules: list[str], node: Node, scale: float | None) -> str:
+        """Returns the first rule under which all results are finite; else what the node makes."""
+        moving = ""
+        for rule in rules:
+            try:
+                program = self.program.with_rules(parse_rule(rule))
+            except (AssertionError, TypeError, ValueError):  # as of a loop whose carry would change
+                continue
+            flow = Replay(program).run(scale)
+            if flow.found is None:
+                return rule
+            if not moving and self.is_elsewhere(node, flow):
+                moving = rule
+        return moving
+
+    def is_elsewhere(self, node: Node, flow: Flow) -> bool:
+        """Whether a replay finds another operation, which does not read what the node makes."""
+        other = flow.node(flow.found.site) if isinstance(flow.found, Event) else None
+        if other is None:
+            return False
+        source = (other.operands or other.results)[0]
+        while source.node is not None and source.node.name in HAND_ON:
+            source = source.node.operands[0]
+        found = [_identity(flow.graph, each) for each in (other, source.node) if each is not None]
+        return _identity(self.graph, node) not in found
+
+    def cause_in_16_bits(self, flow: Flow, cause: Cause) -> Cause:
+        """Returns the cause if all is finite once the whole program computes in float32."""
+        values = (value for node in self.graph.nodes for value in node.results)
+        if not any(is_narrow(value.dtype) for value in values):
+            return cause
+        wide = Search(self.program.jaxpr, run_widened, widened)
+        if Flow(self.graph, wide, list(map(widened, flow.arrays))).found is not None:
+            return cause
+        return in_float32(f"{cause.reason}, because of numbers that 16 bits lost before")
+
+    def given(self, flow: Flow, value: Value, scale: float | None) -> FirstNonfinite:
+        """Describes an argument or a constant that is not finite."""
+        is_input, numbers = value.kind == "input", numbers_of(flow.array(value))
+        reader = value.readers[0] if value.readers and not is_input else None
+        return FirstNonfinite(
+            kind="NaN" if numbers.nans else "inf",
+            given=self.program.names[value.index] if is_input else "a constant",
+            place=None if reader is None else self.graph.place(reader),
+            scope="" if reader is None else self.graph.path(reader),
+            results=(numbers,),
+            loss_scale=scale,
+            is_at_floor=self.is_at_floor(scale),
+            cause="The function was given it, and no rule mends it: look where it was made.",
+        )
+
+
+def _identity(graph: Graph, node: Node) -> tuple[object, ...]:
+    """Returns what identifies a node, also in the program that was traced with one more rule."""
+    return node.name, graph.place(node), graph.path(node), node.is_backward

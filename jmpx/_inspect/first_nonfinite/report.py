@@ -1,13 +1,13 @@
-"""What was found, as data and as text."""
+"""The report on the first infinity or NaN, and the numbers of arrays in it."""
 
 import dataclasses
-import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from jmpx._inspect.reports import Report
 from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.types import Array
 
@@ -61,8 +61,15 @@ def numbers_of(array: Array) -> Numbers:
     return Numbers(x.dtype.name, x.shape, *ends, nans, wide.size - finite.size - nans)
 
 
+class Trip(NamedTuple):
+    """An iteration of a loop, counted from 0 in the order in which they run."""
+
+    trip: int
+    place: Place | None  # the line of the loop
+
+
 @dataclasses.dataclass(frozen=True)
-class FirstNonfinite:
+class FirstNonfinite(Report):
     """The first infinity or NaN that reaches the results of a program.
 
     Attributes:
@@ -76,7 +83,7 @@ class FirstNonfinite:
         policy: the policy that held in the module; empty if jmpx ran none.
         is_backward: whether it is in the backward pass.
         trips: for each loop around it, the outermost first, the iteration in which it was made,
-            counted from 0 in the order in which they run, and the line of the loop.
+            counted from 0, and the line of the loop.
         operands: the numbers that the operation read.
         results: the numbers that it made.
         loss_scale: the loss scale of the run; None without one among the arguments. If lowering it
@@ -102,7 +109,7 @@ class FirstNonfinite:
     scope: str = ""
     policy: str = ""
     is_backward: bool = False
-    trips: tuple[tuple[int, Place | None], ...] = ()
+    trips: tuple[Trip, ...] = ()
     operands: tuple[Numbers, ...] = ()
     results: tuple[Numbers, ...] = ()
     loss_scale: float | None = None
@@ -110,53 +117,31 @@ class FirstNonfinite:
     cause: str = ""
     rule: str = ""
 
-    def __str__(self) -> str:
-        """Returns the report as lines of at most 79 characters, except for long paths and rules."""
+    def _blocks(self) -> Iterator[str]:
+        """Yields lines of at most 79 characters, except for long paths and rules."""
         what = "an infinity" if self.kind == "inf" else "a NaN"
         passes = "backward" if self.is_backward else "forward"
         made = f"{self.operation} makes {what} in the {passes} pass"
-        return "\n".join([f"{self.given} holds {what}" if self.given else made, *self._rows()])
+        lines = [f"{self.given} holds {what}" if self.given else made]
+        lines += [f"  {name:<{_INDENT}}{text}" for name, text in self._rows()]
+        cause = textwrap.wrap(
+            self.cause, _WIDTH - 2 - _INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        names = ["cause", *[""] * len(cause)]
+        lines += [f"  {name:<{_INDENT}}{line}" for name, line in zip(names, cause, strict=False)]
+        yield "\n".join([*lines, *[f"  {'rule':<{_INDENT}}{self.rule}"] * bool(self.rule)])
 
-    def _rows(self) -> list[str]:
-        rows = [("at", str(self.place))] if self.place else []
-        rows += [("scope", self.scope)] if self.scope else []
-        rows += [("policy", self.policy)] if self.policy else []
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if self.place:
+            yield "at", str(self.place)
+        for name in ("scope", "policy"):
+            if text := getattr(self, name):
+                yield name, text
         for trip, place in self.trips:
-            rows.append(("trip", f"{trip + 1} of the loop at {place}" if place else f"{trip + 1}"))
-        rows += [("operand", str(each)) for each in self.operands]
-        rows += [("result" if self.operation else "value", str(each)) for each in self.results]
+            yield "trip", f"{trip + 1} of the loop at {place}" if place else f"{trip + 1}"
+        for each in self.operands:
+            yield "operand", str(each)
+        for each in self.results:
+            yield "result" if self.operation else "value", str(each)
         if self.loss_scale is not None:
-            floor = ", its floor" if self.is_at_floor else ""
-            rows.append(("loss scale", f"{self.loss_scale:g}{floor}"))
-        lines = [f"  {name:<{_INDENT}}{text}" for name, text in rows]
-        lines += _wrapped("cause", self.cause)
-        return lines + ([f"  {'rule':<{_INDENT}}{self.rule}"] if self.rule else [])
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns the data as dictionaries, lists, texts and numbers."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return data | {
-            "place": _plain(self.place),
-            "trips": [{"trip": trip, "place": _plain(at)} for trip, at in self.trips],
-            "operands": [each._asdict() for each in self.operands],
-            "results": [each._asdict() for each in self.results],
-        }
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns the data as JSON.
-
-        Args:
-            indent: as in `json.dumps`.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-
-def _plain(place: Place | None) -> Mapping[str, object] | None:
-    """Returns a line, and the user's own that called it, as a dictionary."""
-    return None if place is None else place._asdict() | {"caller": _plain(place.caller)}
-
-
-def _wrapped(name: str, text: str) -> list[str]:
-    width = _WIDTH - 2 - _INDENT
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return [f"  {name if i == 0 else '':<{_INDENT}}{line}" for i, line in enumerate(lines)]
+            yield "loss scale", f"{self.loss_scale:g}{', its floor' * self.is_at_floor}"

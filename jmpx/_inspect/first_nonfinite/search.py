@@ -1,9 +1,9 @@
-"""Runs a program, and finds in which equations infinities and NaNs first appear."""
+"""Runs a program, notes where infinities and NaNs appear, and follows them to their origin."""
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +12,39 @@ import numpy as np
 from jmpx._autocast.products import PRODUCTS
 from jmpx._base.leaves import PyTree
 from jmpx._inspect import watched
-from jmpx._inspect.compiled import Compiled
-from jmpx._inspect.watched import Run, Site, Trips, is_loop
+from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.running import CompileCache, nodes_by_key
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 
-T = TypeVar("T")
-# The results of these hold the numbers of the operand, so that a search looks at the operand alone.
-# An identity may have several operands, as `optimization_barrier` has: it is not among them.
+# The results of these hold the numbers of their one operand, which is looked at in their place.
+# `optimization_barrier` has several operands.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
-INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
-MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
+INF, NAN = 1, 2  # the worst number of an array; 0 if all are finite
+MADE, TURNED = 1, 2  # kinds of events: out of finite numbers; a NaN out of infinities
 _MANY = 64  # equations whose results wait to be looked at
-Key: TypeAlias = tuple[int, ...]
+_GIVEN = ("input", "const", "literal")  # kinds of values that no equation computes
 # Of each site: the largest magnitude; in a loop, also the kind of the first event and its trips.
 _Note: TypeAlias = tuple[Array, ...]
-Constant: TypeAlias = Callable[[Array], Array]
 
 
 class Event(NamedTuple):
     """An equation that made an infinity or a NaN."""
 
-    site: Site  # the equation
+    site: Site
     is_made: bool  # whether all its operands were finite; else it made a NaN out of infinities
-    trips: tuple[int, ...]  # the trips of the loops around it in which it first did, from 0
-    order: tuple[int, ...]  # its place in the order in which equations ran: less is earlier
+    trips: tuple[int, ...]  # the first trips of the loops around it in which it did, from 0
+    order: tuple[int, ...]  # sorts events by when they ran
 
 
 class Seen(NamedTuple):
-    """What a run of a program showed: the worst numbers, `NAN`, `INF` or 0."""
+    """The worst numbers of a run: `NAN`, `INF` or 0."""
 
-    worst: dict[Key, int]  # of the results of each watched site, by its key
-    in_loops: dict[Key, Event]  # the events of sites in loops, by their keys
+    worst: dict[SiteKey, int]  # of the results of each watched site
+    in_loops: dict[SiteKey, Event]  # the events of sites in loops
     inputs: list[int]  # of each input of the program
     outputs: list[int]  # of each result of the program
 
@@ -101,13 +100,13 @@ class Search:
 
     def __init__(self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = _same) -> None:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
-        self.compiled = Compiled(jaxpr)
+        self.compiled = CompileCache(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
-        # The place of each site in the program; a loop has the place of its first site.
-        self.places: dict[Key, int] = {}
-        for place, key in enumerate(self.sites):
+        # The number of each site in the order of the program; a loop has that of its first site.
+        self.numbers: dict[SiteKey, int] = {}
+        for number, key in enumerate(self.sites):
             for end in range(1, len(key) + 1):
-                self.places.setdefault(key[:end], place)
+                self.numbers.setdefault(key[:end], number)
         self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
 
     def _evaluate(
@@ -120,28 +119,27 @@ class Search:
         self, constant: Constant, arrays: Sequence[Array]
     ) -> tuple[list[_Note], list[list[Array]], list[list[Array]]]:
         """Returns the notes of watched sites, and the largest magnitudes of inputs and results."""
-        state: dict[Key, _Level] = {(): _Level({})}
+        state: dict[SiteKey, _Level] = {(): _Level({})}
         for key, site in self.watched.items():
             event = (np.int32(0),) * (1 + len(site.loops) if site.loops else 0)
             state.setdefault(_level_of(site), _Level({})).notes[key] = np.float32(0), *event
 
-        def watch(state: dict[Key, _Level], site: Site, *seen: Any) -> dict[Key, _Level]:
+        def watch(state: dict[SiteKey, _Level], site: Site, *seen: Any) -> dict[SiteKey, _Level]:
             if site.key in self.watched:
                 state[_level_of(site)].see(site, *seen)
             return state
 
-        options = {"reduce": _joined, "by_site": True}
-        results, state = self._evaluate(constant, arrays, watch, state, **options)
+        results, state = self._evaluate(
+            constant, arrays, watch, state, reduce=_joined, by_site=True
+        )
         notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
         inputs, outputs = (state[()].largest(each) for each in (arrays, results))
         return [notes[key] for key in self.watched], inputs, outputs
 
-    def _compiled(self, fn: Callable[..., T], args: tuple[PyTree, ...], *depends_on: Hashable) -> T:
-        return self.compiled.run(fn, args, self.run, self.constant, *depends_on)
-
     def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
-        rows, inputs, outputs = jax.device_get(self._compiled(self._watch_all, (list(arrays),)))
+        found = self.compiled.run(self._watch_all, (list(arrays),), self.run, self.constant)
+        rows, inputs, outputs = jax.device_get(found)
         worst, in_loops = {}, {}
         for (key, site), row in zip(self.watched.items(), rows, strict=True):
             largest, *event = row
@@ -157,15 +155,15 @@ class Search:
         order, counts = [], iter(trips)
         for i, eqn in enumerate(site.around):
             if is_loop(eqn):
-                order += [self.places[site.key[: i + 1]], next(counts)]
-        return Event(site, is_made, tuple(trips), (*order, self.places[site.key]))
+                order += [self.numbers[site.key[: i + 1]], next(counts)]
+        return Event(site, is_made, tuple(trips), (*order, self.numbers[site.key]))
 
     def operands_of(
         self, event: Event, arrays: Sequence[Array]
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Runs the program again; returns the operands and results of an equation in its trip.
 
-        One that does not hold numbers, such as a random key, is None.
+        None stands for those that hold no numbers, such as a random key.
         """
         key, eqn = event.site.key, event.site.equation
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
@@ -180,25 +178,25 @@ class Search:
                 found, kept = state
                 is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
                 pairs = zip((*operands, *results), kept, strict=True)
-                select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
                 return found | is_it, [
-                    old if old is None else select(new, old) for new, old in pairs
+                    old if old is None else jnp.where(is_it, jnp.asarray(new, old.dtype), old)
+                    for new, old in pairs
                 ]
 
             state = jnp.array(False), empty
             return self._evaluate(constant, arrays, watch, state, reduce=_of_one_device)[1][1]
 
-        wanted = np.asarray(event.trips, np.int32)
-        kept = self._compiled(run, (list(arrays), wanted), self.places[key])
+        given = (list(arrays), np.asarray(event.trips, np.int32))
+        kept = self.compiled.run(run, given, self.run, self.constant, self.numbers[key])
         return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
 
 
 def _is_plain(aval: Aval) -> bool:
-    """Whether an operand is an array of numbers; random keys and references are not."""
+    """Whether an operand is an array of numbers: no random key, no reference."""
     return hasattr(aval, "shape") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _level_of(site: Site) -> Key:
+def _level_of(site: Site) -> SiteKey:
     """Returns the key of the innermost loop, branch or map around a site."""
     holders = ("cond", "scan", "shard_map", "while")
     ends = [i + 1 for i, eqn in enumerate(site.around) if eqn.primitive.name in holders]
@@ -207,25 +205,25 @@ def _level_of(site: Site) -> Key:
 
 @jax.tree_util.register_pytree_node_class
 class _Level:
-    """The notes of sites that run together, and what waits to be noted.
+    """The notes of sites that run together, and the arrays that wait to be noted.
 
-    XLA would take long to compile a reduction for each array. So while JAX traces, arrays wait
-    until a product comes, which is a kernel of its own, or the level ends, which flattens it.
+    XLA would take long to compile a reduction for each array. So while JAX traces, arrays wait for
+    the next product, which is a kernel of its own, or until JAX flattens the level at its end.
     """
 
-    def __init__(self, notes: dict[Key, _Note]) -> None:
+    def __init__(self, notes: dict[SiteKey, _Note]) -> None:
         self.notes = notes
         self.waiting: list[tuple[Site, list[Array], list[Array], Trips]] = []
-        self.known: dict[int, tuple[Array, list[Array]]] = {}  # arrays, and what is largest in them
+        self.known: dict[int, tuple[Array, list[Array]]] = {}  # arrays, and their `largest`
 
     def see(self, site: Site, operands: list[Array], results: list[Array], trips: Trips) -> None:
-        """Has the results of an equation wait, and in a loop its operands."""
+        """Lets the results of an equation wait, and in a loop its operands."""
         if operation_name(site.equation.primitive.name) in PRODUCTS or len(self.waiting) > _MANY:
             self.noted()
         self.waiting.append((site, operands if trips else [], results, trips))
 
-    def noted(self) -> dict[Key, _Note]:
-        """Returns the notes, with all that waited."""
+    def noted(self) -> dict[SiteKey, _Note]:
+        """Returns the notes, with those of all arrays that waited."""
         waiting, self.waiting = self.waiting, []
         self.largest([x for _, *both, _ in waiting for x in itertools.chain(*both)])
         for site, operands, results, trips in waiting:
@@ -235,7 +233,7 @@ class _Level:
 
     def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:
         """Returns the largest magnitudes in each array: NaN if it holds one; none of integers."""
-        # XLA makes one kernel of a reduction, also of one that has several operands.
+        # A reduction of several operands is one kernel.
         groups: dict[tuple[int, ...], list[tuple[list[Array], Array]]] = {}
         for array in arrays:
             if id(array) not in self.known:
@@ -251,12 +249,12 @@ class _Level:
                 largest.append(part)
         return [self.known[id(array)][1] for array in arrays]
 
-    def tree_flatten(self) -> tuple[tuple[_Note, ...], tuple[Key, ...]]:
+    def tree_flatten(self) -> tuple[tuple[_Note, ...], tuple[SiteKey, ...]]:
         notes = self.noted()
         return tuple(notes.values()), tuple(notes)
 
     @classmethod
-    def tree_unflatten(cls, keys: tuple[Key, ...], notes: Sequence[_Note]) -> "_Level":
+    def tree_unflatten(cls, keys: tuple[SiteKey, ...], notes: Sequence[_Note]) -> "_Level":
         return cls(dict(zip(keys, notes, strict=True)))
 
 
@@ -275,12 +273,12 @@ def _noted(note: _Note, operands: list[Array], results: list[Array], trips: Trip
     return (jax.lax.max(largest_before, largest), *event)
 
 
-def _joined(state: dict[Key, _Level], axes: tuple[str, ...]) -> dict[Key, _Level]:
+def _joined(state: dict[SiteKey, _Level], axes: tuple[str, ...]) -> dict[SiteKey, _Level]:
     """Joins the notes of all devices: the largest magnitude, and the first event of a site."""
     late = jnp.iinfo(jnp.int32).max
 
     def joined(largest: jax.Array, *event: jax.Array) -> _Note:
-        # The devices run the same trips; those of the first event are compared one by one.
+        # All devices run the same trips: the first event is that of the lexically least ones.
         is_first = event[0] > 0 if event else False
         for trip in event[1:]:
             is_first &= trip == jax.lax.pmin(jnp.where(is_first, trip, late), axes)
@@ -311,3 +309,124 @@ def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
         return jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
 
     return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, jax.tree.map(of_it, kept)
+
+
+# --- From the results back to the origin ---
+
+
+class Flow:
+    """The values of a program, and the worst number of each in a run on some arrays.
+
+    Attributes:
+        found: the origin of the first infinity or NaN that reaches a result of the program: an
+            equation, an argument or a constant. None if all results are finite.
+    """
+
+    def __init__(self, graph: Graph, search: Search, arrays: Sequence[Array]) -> None:
+        self.graph, self.search, self.arrays = graph, search, arrays
+        self.seen = search.look(arrays)
+        self.nodes = nodes_by_key(graph)
+        self.keys = {id(node): key for key, node in self.nodes.items()}
+        pairs = zip(graph.inputs, self.seen.inputs, strict=True)
+        self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
+        while self._spread():  # a loop carries values from its end to its beginning
+            pass
+        self.found = self._origin()
+
+    def node(self, site: Site) -> Node | None:
+        """Returns the node of a site."""
+        return self.nodes.get(site.key)
+
+    def array(self, value: Value) -> Array:
+        """Returns an argument or a constant."""
+        if value.kind == "input":
+            return self.arrays[value.index]
+        constant = value.constant
+        return constant if hasattr(constant, "dtype") else np.asarray(constant, value.dtype)
+
+    def _worst(self, value: Value) -> int:
+        """Returns the worst number that a value ever held."""
+        if id(value) not in self.known:
+            self.known[id(value)] = 0 if value.node is not None else worst_of(self.array(value))
+        return self.known[id(value)]
+
+    def _spread(self) -> bool:
+        """Goes through the program once; returns whether a value got a worse number."""
+        changed = False
+        for node in self.graph.nodes:
+            worst = self.seen.worst.get(self.keys.get(id(node), ()))
+            if worst is None:  # its results hold the numbers of its operands
+                worst = max(map(self._worst, node.operands), default=0)
+            for value in filter(is_inexact, node.results):
+                changed |= self._worst(value) != worst
+                self.known[id(value)] = worst
+        return changed
+
+    def _origin(self) -> Event | Value | None:
+        # All results of a skipped step are finite, so the arrays that it checks count, too.
+        pairs = zip(self.graph.outputs, self.seen.outputs, strict=True)
+        ends = [value for value, worst in pairs if worst and value.node is not None]
+        ends += [value for node in self.graph.nodes for value in _checked(node)]
+        events, given = self._reached(ends)
+        broken = [value for value in given if self._worst(value) == NAN]
+        if broken or not events:
+            return next(iter(broken or given), None)
+        first = min(events, key=lambda event: event.order)
+        node = self.node(first.site)
+        if first.is_made or node is None:
+            return first
+        overflowed = (v for v in self._reached(node.operands)[1] if not self._is_mask(v))
+        return next(overflowed, first)
+
+    def _reached(self, ends: Sequence[Value]) -> tuple[list[Event], list[Value]]:
+        """Returns the events that lead to some values, and the arguments and constants that do."""
+        waiting, met = list(ends), set[int]()
+        events, given = list[Event](), list[Value]()
+        while waiting:
+            value = waiting.pop()
+            worst, node = self._worst(value), value.node
+            if not worst or id(value) in met:
+                continue
+            met.add(id(value))
+            if node is None:
+                given.append(value)
+                continue
+            event = self._event(node)
+            events += [event] if event else []
+            # In a loop, the NaNs that an operand holds may be of a later trip.
+            is_turned = event is not None and not event.is_made
+            nans = [each for each in node.operands if self._worst(each) == NAN]
+            waiting += nans if nans and worst == NAN and not is_turned else node.operands
+        return events, sorted(given, key=lambda value: (_GIVEN.index(value.kind), value.index))
+
+    def _event(self, node: Node) -> Event | None:
+        """Returns the event of a node that made an infinity or a NaN."""
+        key = self.keys.get(id(node), ())
+        if key not in self.seen.worst:
+            return None
+        site = self.search.sites[key]
+        if site.loops:
+            return self.seen.in_loops.get(key)
+        worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)
+        is_event = worst > before and (before == 0 or worst == NAN)
+        return self.search.event(site, before == 0) if is_event else None
+
+    def _is_mask(self, value: Value) -> bool:
+        """Whether infinities are intentional: in a literal, or if all are -inf."""
+        if value.kind == "literal":
+            return True
+        array = np.asarray(self.array(value))
+        return not np.iscomplexobj(array) and not bool((array == np.inf).any())
+
+
+def _checked(node: Node) -> Iterator[Value]:
+    """Yields an array that a node checks for infinities or NaNs, as in `jmpx.all_finite`."""
+    is_isnan = node.name == "ne" and node.operands[0] is node.operands[-1]
+    readers = _readers(node) if is_isnan or node.name == "is_finite" else []
+    readers += [again for each in readers for again in _readers(each)]
+    if any(reader.name in ("reduce_and", "reduce_or") for reader in readers):
+        yield node.operands[0]
+
+
+def _readers(node: Node) -> list[Node]:
+    return [reader for value in node.results for reader in value.readers]

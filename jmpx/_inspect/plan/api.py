@@ -11,7 +11,7 @@ from jmpx._inspect.plan.chips import Chip, get_chip, missing
 from jmpx._inspect.plan.compiling import compiled, placed, versions
 from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_step
-from jmpx._inspect.progress import progress
+from jmpx._inspect.running import progress
 from jmpx._inspect.text import short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
