@@ -5,21 +5,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jmpx._inspect.audit.api import audit as audit
     from jmpx._inspect.audit.report import Audit as Audit
-    from jmpx._inspect.blame.api import blame as blame
-    from jmpx._inspect.blame.report import Blame as Blame
+    from jmpx._inspect.blame.api import Blame as Blame, blame as blame
     from jmpx._inspect.choose.api import choose as choose
     from jmpx._inspect.choose.report import Choice as Choice
     from jmpx._inspect.collectives.report import (
         Collectives as Collectives,
         collectives as collectives,
     )
-    from jmpx._inspect.compare.api import compare as compare
-    from jmpx._inspect.compare.report import Comparison as Comparison
+    from jmpx._inspect.compare import Comparison as Comparison, compare as compare
     from jmpx._inspect.emulate import emulate as emulate
-    from jmpx._inspect.first_nonfinite import (
-        FirstNonfinite as FirstNonfinite,
-        first_nonfinite as first_nonfinite,
-    )
+    from jmpx._inspect.first_nonfinite.api import first_nonfinite as first_nonfinite
+    from jmpx._inspect.first_nonfinite.report import FirstNonfinite as FirstNonfinite
     from jmpx._inspect.plan.api import plan as plan
     from jmpx._inspect.plan.report import Plan as Plan
     from jmpx._inspect.products.report import Products as Products, products as products
@@ -49,15 +45,14 @@ else:
         {
             "_inspect.audit.api": "audit",
             "_inspect.audit.report": "Audit",
-            "_inspect.blame.api": "blame",
-            "_inspect.blame.report": "Blame",
+            "_inspect.blame.api": "Blame blame",
             "_inspect.choose.api": "choose",
             "_inspect.choose.report": "Choice",
             "_inspect.restored": "check_restored describe_precision",
-            "_inspect.compare.api": "compare",
-            "_inspect.compare.report": "Comparison",
+            "_inspect.compare": "Comparison compare",
             "_inspect.emulate": "emulate",
-            "_inspect.first_nonfinite": "FirstNonfinite first_nonfinite",
+            "_inspect.first_nonfinite.api": "first_nonfinite",
+            "_inspect.first_nonfinite.report": "FirstNonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
             "_inspect.plan.api": "plan",
             "_inspect.plan.report": "Plan",
