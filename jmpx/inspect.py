@@ -6,8 +6,7 @@ if TYPE_CHECKING:
     from jmpx._inspect.audit.api import audit as audit
     from jmpx._inspect.audit.report import Audit as Audit
     from jmpx._inspect.blame.api import Blame as Blame, blame as blame
-    from jmpx._inspect.choose.api import choose as choose
-    from jmpx._inspect.choose.report import Choice as Choice
+    from jmpx._inspect.choose.api import Choice as Choice, choose as choose
     from jmpx._inspect.collectives.report import (
         Collectives as Collectives,
         collectives as collectives,
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from jmpx._inspect.plan.api import plan as plan
     from jmpx._inspect.plan.report import Plan as Plan
     from jmpx._inspect.products.report import Products as Products, products as products
-    from jmpx._inspect.ranges.api import ranges as ranges
-    from jmpx._inspect.ranges.report import Ranges as Ranges
+    from jmpx._inspect.ranges.api import Ranges as Ranges, ranges as ranges
     from jmpx._inspect.restored import (
         check_restored as check_restored,
         describe_precision as describe_precision,
@@ -46,8 +44,7 @@ else:
             "_inspect.audit.api": "audit",
             "_inspect.audit.report": "Audit",
             "_inspect.blame.api": "Blame blame",
-            "_inspect.choose.api": "choose",
-            "_inspect.choose.report": "Choice",
+            "_inspect.choose.api": "Choice choose",
             "_inspect.restored": "check_restored describe_precision",
             "_inspect.compare": "Comparison compare",
             "_inspect.emulate": "emulate",
@@ -56,8 +53,7 @@ else:
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
             "_inspect.plan.api": "plan",
             "_inspect.plan.report": "Plan",
-            "_inspect.ranges.api": "ranges",
-            "_inspect.ranges.report": "Ranges",
+            "_inspect.ranges.api": "Ranges ranges",
             "_inspect.update_report": "LostUpdates UpdateReport update_report",
             "_inspect.collectives.report": "Collectives collectives",
             "_inspect.products.report": "Products products",

@@ -13,9 +13,16 @@ import jmpx
 
 # One array is counted here, and reports are made of chosen counts: public names count programs.
 from jmpx._inspect.ranges import counting
-from jmpx._inspect.ranges.data import Histogram, Range, merged
-from jmpx._inspect.ranges.formats import FORMATS, MANTISSA_BITS, as_format, bin_of
-from jmpx._inspect.ranges.report import Ranges
+from jmpx._inspect.ranges.api import Ranges
+from jmpx._inspect.ranges.counting import (
+    FORMATS,
+    MANTISSA_BITS,
+    Histogram,
+    Range,
+    as_format,
+    bin_of,
+    merged,
+)
 
 SIZE = 64
 # Float32's own edges, and those of each format with their neighbours, at scale 1.

@@ -13,9 +13,8 @@ import jmpx
 
 # Which sites round is a mask of these runs: no public function takes one.
 from jmpx._inspect.blame.api import blamed_runs, group_names, nodes_of
-from jmpx._inspect.choose import api
-from jmpx._inspect.choose.islands import Sites, pattern
-from jmpx._inspect.choose.report import Choice, Tried, front
+from jmpx._inspect.choose.api import Choice, Tried, front
+from jmpx._inspect.choose.search import Sites, Strings, new_search, without_numbers
 from jmpx._inspect.graph import Graph
 
 POLICY = "by=operations,c=bf16"
@@ -160,7 +159,7 @@ def batches_and_search():
 
 def searched(loss_fn, batches):
     program, runs = blamed_runs(loss_fn, POLICY, batches)
-    return api._search(program, runs, jmpx.get_policy_map(POLICY), runs, 0, lambda: None)
+    return new_search(program, runs, jmpx.get_policy_map(POLICY), runs, 0, lambda: None)
 
 
 @pytest.mark.thorough
@@ -183,14 +182,14 @@ def test_rules_that_are_worse_than_their_masks_are_not_given_up(monkeypatch):
     batches, search = batches_and_search()
     bound = search.error(search.find(search.error([]) / 2)) / 0.98
     assert 0.97 * bound < search.error(search.find(bound)) < 0.985 * bound
-    measured = api._Strings.error
+    measured = Strings.error
 
     def worse(self, text):
         if text not in self.errors and ": full" in text:
             self.errors[text] = 1.03 * measured(self, text)
         return measured(self, text)
 
-    monkeypatch.setattr(api._Strings, "error", worse)
+    monkeypatch.setattr(Strings, "error", worse)
     choice = jmpx.inspect.choose(layered, POLICY, error=bound)(*batches)
     assert choice.policy.startswith(POLICY)
     assert choice.chosen
@@ -233,7 +232,7 @@ def test_rules_for_all_of_what_is_alike_are_one_rule(rng):
     mlps = ["block0/mlp", "block1/mlp", "block2/mlp"]
     assert sites.shortened(["op.add", *mlps, "op.exp"]) == ["op.add", "block*/mlp", "op.exp"]
     assert sites.shortened(mlps[:2]) == mlps[:2]
-    assert pattern("net/conv2_d_1/block0/w2v") == "net/conv2_d_*/block*/w2v"
+    assert without_numbers("net/conv2_d_1/block0/w2v") == "net/conv2_d_*/block*/w2v"
     assert sites.shortened(["block0/norm", *mlps[1:]]) == ["block0/norm", *mlps[1:]]
 
 

@@ -1,34 +1,172 @@
-"""The choice as users ask for it: `jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`."""
+"""`jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`, and its report."""
 
+import dataclasses
 import functools
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from jmpx._adapters.applying import apply_policy
 from jmpx._base.leaves import PyTree, is_array, spell
 from jmpx._base.messages import describe
-from jmpx._inspect.blame.api import blamed_runs, check_kind, nodes_of, runs_of
-from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
-from jmpx._inspect.choose.islands import Sites, worthwhile
-from jmpx._inspect.choose.report import Choice, Tried, front
-from jmpx._inspect.choose.search import Search
-from jmpx._inspect.graph import Graph
+from jmpx._inspect.blame.api import blamed_runs, check_kind
+from jmpx._inspect.blame.runs import Measure, relative
+from jmpx._inspect.choose.search import Strings, new_search
 from jmpx._inspect.plan.api import plan
 from jmpx._inspect.plan.chips import get_chip
-from jmpx._inspect.plan.report import Plan, Planned
-from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.progress import progress
-from jmpx._jaxprs import core
+from jmpx._inspect.plan.report import Planned
+from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.running import progress
+from jmpx._inspect.text import bytes_text, error_text, share_text
 from jmpx._jaxprs.core import Array
 from jmpx._policies.map_strings import get_policy_map
-from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._policies.maps import PolicyMapLike
 
-_AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
-_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most ten
+_COLORS = {False: "#56B4E9", True: "#D55E00"}  # Okabe and Ito's, of strings and the chosen one
+
+
+# --- The report ---
+
+
+class Tried(NamedTuple):
+    """A policy string, the error that was measured under it, and what it costs."""
+
+    policy: str
+    error: float
+    memory: int  # bytes: the peak on the chip, or those that the trace keeps for the backward pass
+    low: float  # the share of the FLOPs of matrix products that run in 16 bits
+    fits: bool | None = None  # on the chip; None if it was not compiled
+
+
+def front(rows: Sequence[Tried]) -> tuple[Tried, ...]:
+    """Returns the rows that no other one beats in both memory and error, the smallest first."""
+    kept = list[Tried]()
+    for row in sorted(rows, key=lambda row: (row.memory, row.error, len(row.policy))):
+        if all(row.error < each.error for each in kept):
+            kept.append(row)
+    return tuple(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Report):
+    """What `jmpx.inspect.choose` found: policy strings on the front of error against memory.
+
+    Attributes:
+        title: whose error it is.
+        bound: the bound on the error.
+        batches: over how many batches the error was measured.
+        chip: the chip whose peak memory was planned; empty for the bytes that the trace keeps for
+            the backward pass.
+        rows: the strings, the one with the least memory first, and float32 as the last one. Each
+            has a smaller error than all before it.
+        notes: strings that were left out, and why, and limits of these numbers, in sentences.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    bound: float
+    batches: int
+    chip: str
+    rows: tuple[Tried, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Tried | None:
+        """The first row that holds the bound and fits: float32 if no other does, None if none."""
+        rows = (row for row in self.rows if row.error <= self.bound and row.fits is not False)
+        return next(rows, None)
+
+    @property
+    def policy(self) -> str:
+        """The policy string of the chosen row.
+
+        Raises:
+            ValueError: if no string holds the bound on this chip.
+        """
+        if self.chosen is None:
+            raise ValueError(
+                f"Expected a policy that holds an error of {self.bound:g} and fits on "
+                f"{self.chip}, found none: allow a larger error, or make the step smaller."
+            )
+        return self.chosen.policy
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the error of each string and the memory that it needs. It needs matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if matplotlib knows no such format.
+        """
+        from matplotlib.figure import Figure  # here, because only pictures need it
+
+        rows, bound = self.rows, self.bound
+        names, top = (
+            [_lines(row.policy) for row in rows],
+            max([bound, *(row.error for row in rows)]),
+        )
+        low = min([bound, *(row.error for row in rows if row.error)]) / 3  # stands for no error
+        height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
+        figure = Figure(figsize=(7.2, height), dpi=150, layout="constrained")
+        errors, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        for axes in (errors, memory):
+            axes.grid(axis="x", lw=0.3)
+            axes.set_axisbelow(True)
+        colors, places = [_COLORS[row is self.chosen] for row in rows], range(len(rows))
+        errors.scatter([row.error or low for row in rows], places, s=60, c=colors)
+        for place, row in enumerate(rows):
+            note = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+            text = f"{row.error:.2g}" if row.error else "no error"
+            errors.annotate(
+                text + ", chosen" * (row is self.chosen), (row.error or low, place), **note
+            )
+        errors.axvspan(low / 9, bound, color="#009E73", alpha=0.15, lw=0, zorder=0)
+        errors.set(xscale="log", xlim=(low / 3, 3 * top), ylim=(len(rows) - 0.4, -0.6))
+        errors.set_xlabel(f"error (in the shade: at most {bound:g})")
+        errors.set_yticks(places, names, family="monospace", fontsize="small")
+        bars = memory.barh(places, [row.memory / 2**20 for row in rows], 0.5, color=colors)
+        memory.bar_label(bars, fmt="{:.3g}", padding=3)
+        memory.margins(x=0.3)
+        memory.set_xlabel(f"{self._what} (MiB)")
+        figure.suptitle(f"Error of {self.title}")
+        figure.savefig(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as `json.dumps` takes it, with the policy of the chosen row."""
+        return {**super().to_dict(), "policy": self.chosen and self.chosen.policy}
+
+    @property
+    def _what(self) -> str:
+        return f"peak on {self.chip}" if self.chip else "saved for the backward pass"
+
+    def _blocks(self) -> Iterator[str | Table]:
+        yield f"Error of {self.title}, over {self.batches} batches, at most {self.bound:g}"
+        chosen = self.chosen
+        cells = [["", "error", self._what, "products in 16 bits", "policy"]]
+        for row in self.rows:
+            mark = "chosen" if row is chosen else "does not fit" if row.fits is False else ""
+            numbers = [error_text(row.error), bytes_text(row.memory), share_text(row.low, 1)]
+            cells.append([mark, *numbers, row.policy])
+        yield Table(cells, right=(1, 2, 3))
+        end = "No string holds the bound and fits."
+        if chosen is not None:
+            end = f"--mp_policy={shlex.quote(chosen.policy)}"
+        yield "\n".join([end, *self.notes])
+
+
+def _lines(policy: str) -> str:
+    """Returns a policy string with a line for each of its parts."""
+    parts = policy.split("; ")
+    return "\n".join([*parts[:6], *([f"and {len(parts) - 6} more"] if len(parts) > 6 else [])])
+
+
+# --- The choice ---
 
 
 def choose(
@@ -111,24 +249,18 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
-        measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, measure)
-        strings = _Strings(func, batches[0], program, measured)
+        measured = dataclasses.replace(runs, measure=measure)
+        strings = Strings(func, batches[0], program, measured, base, given)
         with progress("sets of rules tried", None) as done:
-            search = lambda: _search(program, runs, base, measured, seed, done)  # noqa: E731
-            _try_strings(strings, search, base, given, bound)
+            strings.find(bound, lambda: new_search(program, runs, base, measured, seed, done))
         finite = [text for text, error in strings.errors.items() if math.isfinite(error)]
         planned = plan(make_step or strings.gradient, finite, chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
-        where = chip if chip and any(row.peak for row in planned.rows) else ""
+        planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
-        return Choice(
-            f"the {what} of {program.name}",
-            bound,
-            len(batches),
-            where,
-            _rows(planned, strings.errors, _wide(base)),
-            (*strings.notes(what), *failed, *(() if where else planned.notes)),
-        )
+        title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
+        notes = (*strings.notes(what), *failed, *(() if planned_for else planned.notes))
+        return Choice(title, bound, len(batches), planned_for, rows, notes)
 
     return call
 
@@ -155,95 +287,19 @@ def _measured(metric: Measure, results: list[Array], exact: list[Array]) -> floa
     return number
 
 
-class _Strings:
-    """Policy strings, and the errors of those that were run as they are written."""
-
-    def __init__(
-        self,
-        func: Callable[..., PyTree],
-        batch: tuple[PyTree, ...],
-        program: Program,
-        runs: Runs,
-    ) -> None:
-        self.func, self.batch, self.program, self.runs = func, batch, program, runs
-        self.errors: dict[str, float] = {}
-        self.failures: dict[str, str] = {}  # why JAX does not trace the function under a string
-
-    def error(self, text: str) -> float:
-        """Returns the root mean square of the error under a policy string, and keeps it.
-
-        It is infinite if results are not finite, or if JAX refuses the function under the string.
-        """
-        if text not in self.errors:
-            program = self._tried(text)
-            if program is None:
-                return self.errors.setdefault(text, math.inf)
-            runs = runs_of(program, self.runs.batches, self.runs.measure, False)
-            self.errors[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
-        return self.errors[text]
-
-    def _tried(self, text: str) -> Program | None:
-        """Returns the program under a string; None if it is refused, as a carry that widens is."""
-        if text in self.failures:
-            return None
-        try:
-            return self._traced(text)
-        except (TypeError, ValueError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            self.failures[text] = first.rstrip(".:")
-            return None
-
-    def fails(self, text: str) -> bool:
-        """Whether JAX refuses the function under a policy string."""
-        return text not in self.errors and self._tried(text) is None
-
-    def notes(self, what: str) -> list[str]:
-        """Returns sentences about strings that have no error: they are left out."""
-        tried = [text for text in self.errors if text in self.failures]
-        overflows = [text for text, error in self.errors.items() if math.isinf(error)]
-        return [
-            *(
-                f"{text}: left out, as the {what} are not finite."
-                for text in overflows
-                if text not in tried
-            ),
-            *(f"{text}: left out, as it is refused: {self.failures[text]}." for text in tried),
-        ]
-
-    def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
-        """Returns the function or its gradient as a step under a policy, and its shapes."""
-        jaxpr = self._traced(str(policy)).jaxpr
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
-        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
-        step.__name__ = self.program.name
-        return step, tuple(shapes)
-
-    def _traced(self, text: str) -> Program:
-        applied = apply_policy(self.func, text)
-        with warnings.catch_warnings():
-            # The trace under the policy that was given has given each warning; a string that is
-            # tried is not the user's, such as `save=products` for what is under `jax.checkpoint`.
-            warnings.simplefilter("ignore")
-            return traced_program(applied, self.batch, None, self.program.is_differentiated)
-
-
-def _rows(planned: Plan, errors: Mapping[str, float], wide: str) -> tuple[Tried, ...]:
+def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
     """Returns the strings on the front of error against memory, and float32 behind them."""
-    rows = [
-        Tried(row.policy, errors[row.policy], _memory(row), _low(row), row.fits)
-        for row in planned.rows
-        if not row.error
-    ]
-    # Rules for all products are float32 in many words. That one beats no string: of small batches
-    # it may need the least memory, as it keeps no copies of parameters in 16 bits.
+    rows = []
+    for row in planned:
+        if not row.error:
+            memory = row.peak or sum(row.saved.values())
+            error = strings.errors[row.policy]
+            rows.append(Tried(row.policy, error, memory, _low(row), row.fits))
+    # A string whose rules put all products into float32 is float32 in many words. With small
+    # batches it may need the least memory, because no parameter has a copy in 16 bits.
     products = any(row.low for row in rows)
-    kept = [row for row in rows if row.policy != wide and (row.low or not products)]
-    return (*front(kept), *(row for row in rows if row.policy == wide))
-
-
-def _memory(row: Planned) -> int:
-    """Returns the bytes that a chip holds at once, or that the trace keeps."""
-    return row.peak or sum(row.saved.values())
+    kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
+    return (*front(kept), *(row for row in rows if row.policy == strings.wide))
 
 
 def _low(row: Planned) -> float:
@@ -251,89 +307,3 @@ def _low(row: Planned) -> float:
     flops = {each.dtypes: each.flops for each in row.products}
     low = sum(flops[name] for name in flops if "float32" not in name and "float64" not in name)
     return low / sum(flops.values()) if flops else 0.0
-
-
-def _search(
-    program: Program,
-    runs: Runs,
-    base: PolicyMap,
-    measured: Runs,
-    seed: int,
-    done: Callable[[], object],
-) -> Search:
-    graph = Graph(program)
-    sites = Sites(graph, nodes_of(graph, runs.points), base)
-    islands = sites.islands()
-    others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
-    # With what no rule is for, the shares add up, and need not be measured one by one.
-    found = shares(runs, [*(island.own for island in islands), others], seed, done)
-    # Where all overflows, nothing tells what an island costs before it is tried.
-    is_finite = math.isfinite(found.squared)
-    parts = dict(zip(islands, found.parts if is_finite else np.zeros(len(islands)), strict=False))
-    kept = worthwhile(islands, found.sites) if is_finite else islands
-    return Search(measured, sites, kept, [float(parts[island]) for island in kept], done)
-
-
-def _try_strings(
-    strings: _Strings,
-    new_search: Callable[[], Search],
-    base: PolicyMap,
-    given: str,
-    bound: float,
-) -> None:
-    """Measures float32, the string without a rule, with a few, and with all that are needed."""
-    wide = _wide(base)
-    if strings.error(wide) > bound:
-        raise ValueError(
-            f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
-            f"by {strings.error(wide):.1e}: give a larger one."
-        )
-    written = given
-    if strings.error(given) > bound:
-        written = _searched(strings, new_search(), base, given, bound)
-    if strings.error(written) <= bound and base.save is None:
-        for text in (given, written):  # without rules, too, to see what they cost
-            strings.error(_with_save(text))
-
-
-def _with_save(text: str) -> str:
-    """Returns a policy string whose backward pass keeps the results of products alone."""
-    default, *rules = text.split(";", 1)
-    if ":" in default:  # a rule: there is no default part
-        default, rules = "full", [f" {text}"]
-    return ";".join([f"{default},save=products", *rules])
-
-
-def _searched(strings: _Strings, search: Search, base: PolicyMap, given: str, bound: float) -> str:
-    """Measures strings with some rules and with all that a bound needs; returns the last one."""
-    chosen = search.find(bound)
-    while strings.fails(_with_rules(given, search.selectors(chosen), "full")):
-        alone = {n: _with_rules(given, search.selectors([n]), "full") for n in chosen}
-        search.leave_out([n for n, text in alone.items() if strings.fails(text)] or chosen)
-        for text in alone.values():
-            if text in strings.failures:
-                strings.error(text)  # so that it is told
-        chosen = search.find(bound)
-    selectors = search.selectors(chosen)
-    for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
-        strings.error(_with_rules(given, selectors[:count], "full"))
-    written = _with_rules(given, selectors, "full")
-    for _ in range(_AGAIN):
-        if not strings.error(written) > bound >= search.error(chosen):
-            break
-        # The policy is worse than its mask: a set is looked for that leaves room for as much.
-        chosen = search.find(bound * search.error(chosen) / strings.error(written))
-        selectors = search.selectors(chosen)
-        written = _with_rules(given, selectors, "full")
-    if strings.error(written) > bound and base.way == "modules":
-        written = _with_rules(given, selectors, "c=f32,o=f32")
-    strings.error(written)
-    return written
-
-
-def _wide(base: PolicyMap) -> str:
-    return f"by={base.by},f32" if base.by else "f32"
-
-
-def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:
-    return "; ".join([given, *(f"{selector}: {policy}" for selector in selectors)])

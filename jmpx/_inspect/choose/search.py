@@ -1,17 +1,149 @@
-"""A small set of islands that holds a bound, found by runs that round what a mask says."""
+"""The parts of a program that rules put into float32, and a small set that holds a bound."""
 
+import dataclasses
 import math
+import re
+import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 
+import jax
 import numpy as np
 
-from jmpx._inspect.blame.points import size_of
-from jmpx._inspect.blame.shares import Runs
-from jmpx._inspect.choose.islands import Island, Sites
+from jmpx._adapters.applying import apply_policy
+from jmpx._autocast.regions import matches_scope
+from jmpx._base.leaves import PyTree
+from jmpx._inspect.blame.api import nodes_of, runs_of
+from jmpx._inspect.blame.runs import Runs, costs, size_of
+from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.where import selector, where
+from jmpx._jaxprs import core
+from jmpx._jaxprs.marks import module_of
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._policies.rules import Rule
 
+_MOST = 24  # islands; with more, layers that are alike are one
+_OWN = 0.5  # the part of its share that an island has outside of the islands inside of it
+_CAST = "convert_element_type"  # no rule changes what only casts
 _TRIED = 8  # islands of the largest shares, of which the best one is taken
-_MARGIN = 0.02  # of the squared error that an island takes away at least
-_TINY = 1e-30  # the squared error of no error
+_MARGIN = 0.02  # the least part of the squared error that an island takes away
+_TINY = 1e-30  # stands for a squared error of 0
+_AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
+_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most ten
+
+
+# --- Islands ---
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Island:
+    """The sites that a rule with a selector would put into float32.
+
+    Attributes:
+        selector: the selector: a class, a glob of paths or scopes, or an operation.
+        sites: booleans of shape (sites,), in the order of the program's points.
+        own: the numbers of those sites that are in no island inside of it.
+    """
+
+    selector: str
+    sites: np.ndarray
+    own: tuple[int, ...]
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is all equations of one operation, wherever they are."""
+        return self.selector.startswith("op.")
+
+
+class Sites:
+    """The sites of a program that round, and which of them a rule selects.
+
+    Args:
+        graph: the program.
+        nodes: the node of each site.
+        policy_map: the policy map under which it was traced.
+    """
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], policy_map: PolicyMap) -> None:
+        self.nodes, self.outermost = nodes, graph.outermost()
+        self.by_operations = policy_map.way == "operations"
+
+    def islands(self) -> list[Island]:
+        """Returns the islands, operations last.
+
+        Modules and scopes are named by their paths; if these are too many, by paths without
+        numbers; else by classes and last names. Sites outside of all of them, or in the outermost
+        module, whose rule would be for the whole model, are in the islands of their operations.
+        """
+        names = list[str | None]()
+        for name in (selector, _alike, _broad):
+            names = [self._named(name, node.scope) for node in self.nodes]
+            if len(set(names) - {None}) <= _MOST:
+                break
+        own: dict[str, list[int]] = {}
+        for number, (name, node) in enumerate(zip(names, self.nodes, strict=True)):
+            own.setdefault(name or f"op.{node.name}", []).append(number)
+        scopes = dict.fromkeys(filter(None, names))
+        found = [Island(name, self.selected(name), tuple(own[name])) for name in scopes]
+        operations = dict.fromkeys(node.name for node in self.nodes if node.name != _CAST)
+        for name in operations if self.by_operations else ():
+            sites = np.array([node.name == name for node in self.nodes])
+            found.append(Island(f"op.{name}", sites, tuple(own.get(f"op.{name}", ()))))
+        return found
+
+    def selected(self, select: str) -> np.ndarray:
+        """Returns which sites a rule for a module or scope selects, with all inside of it."""
+        rule, known = Rule(select), {"": False}
+
+        def is_selected(scope: str) -> bool:
+            if scope not in known:
+                is_place = self.by_operations or module_of(scope) is not None
+                around = is_selected(scope.rpartition("/")[0])
+                known[scope] = around or (is_place and matches_scope(rule, scope))
+            return known[scope]
+
+        return np.array([is_selected(node.scope) for node in self.nodes], bool)
+
+    def shortened(self, selectors: Sequence[str]) -> list[str]:
+        """Returns fewer selectors of modules and scopes that select the same, if there are such."""
+        kept = list(selectors)
+        wider = [self._named(name, node.scope) for name in (_alike, _broad) for node in self.nodes]
+        for wide in dict.fromkeys(filter(None, wider)):
+            sites = self.selected(wide)
+            parts = {each: self.selected(each) for each in kept}
+            inside = [each for each, part in parts.items() if part.any() and (part <= sites).all()]
+            if len(inside) > 1 and not (sites & ~np.any([parts[each] for each in inside], 0)).any():
+                kept[kept.index(inside[0])] = wide
+                kept = [each for each in kept if each not in inside]
+        return kept
+
+    def _named(self, name: Callable[[str], str | None], scope: str) -> str | None:
+        module = where(scope).module
+        if module in self.outermost or (module is None and not self.by_operations):
+            return None
+        return name(scope)
+
+
+def _alike(scope: str) -> str | None:
+    """Returns the selector of a scope and of those whose paths differ in numbers alone."""
+    select = selector(scope)
+    return select and without_numbers(select)
+
+
+def without_numbers(path: str) -> str:
+    """Returns a path with `*` for the number at the end of each name: `conv2_d_1` has one."""
+    return re.sub(r"\d+(?=/|$)", "*", path)
+
+
+def _broad(scope: str) -> str | None:
+    """Returns the class of a scope's module, or the last name of a scope outside of modules."""
+    module, select = where(scope).module, _alike(scope)
+    if select is None or module is not None:
+        return select if module is None else module.cls.__name__
+    return f"*/{select.rpartition('/')[2]}"
+
+
+# --- The search ---
 
 
 class Search:
@@ -21,7 +153,7 @@ class Search:
         runs: the runs of the program.
         sites: its sites.
         islands: the islands among them that are tried.
-        shares: what each has of the squared error.
+        shares: the part of each in the squared error.
         done: called after each set that is tried.
     """
 
@@ -36,7 +168,11 @@ class Search:
         self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
         is_last = [island.is_operation for island in islands]
         self.order = sorted(range(len(islands)), key=lambda i: (is_last[i], -shares[i]))
-        self.costs = _costs(runs, islands)
+        # How many operands of products, and numbers in all, each island puts into float32.
+        sites_points = runs.points.at.values()
+        operands = np.array([size_of([p for p in each if p.is_operand]) for each in sites_points])
+        numbers = np.array([size_of(each) for each in sites_points])
+        self.sizes = [(int(operands[i.sites].sum()), int(numbers[i.sites].sum())) for i in islands]
         self._known: dict[frozenset[int], np.ndarray] = {}
 
     def squares(self, chosen: Iterable[int]) -> np.ndarray:
@@ -65,8 +201,8 @@ class Search:
     def find(self, bound: float) -> tuple[int, ...]:
         """Returns islands that hold a bound, the one that takes most of the error away first.
 
-        An island that lowers the error by no more than chance is left out where others do as well.
-        If no set holds the bound, all islands are returned that earn their place.
+        An island that lowers the error by no more than chance is left out if others hold the bound,
+        too. If no set holds it, all islands are returned that lower the error by more.
         """
         useless = set[int]()
         chosen = self._holding(bound, useless)
@@ -85,8 +221,8 @@ class Search:
         chosen = list[int]()
         while self.error(chosen) > bound:
             left = [i for i in self.order if i not in chosen and i not in useless]
-            places = [i for i in left if not self.islands[i].is_operation]
-            tried = (places or left)[:_TRIED]  # operations once no module or scope is left
+            scopes = [i for i in left if not self.islands[i].is_operation]
+            tried = (scopes or left)[:_TRIED]  # operations once no module or scope is left
             if not tried:
                 return chosen
             chosen.append(min(tried, key=lambda i: self._merit(chosen, i, bound)))
@@ -96,12 +232,12 @@ class Search:
         return chosen
 
     def _merit(self, chosen: Sequence[int], number: int, bound: float) -> tuple[float, ...]:
-        """Returns what is least for the next island: the cheapest that holds the bound goes first.
+        """Returns a key that sorts candidates: the smallest that holds the bound comes first.
 
-        Where none does, it is the one that takes most of the error away.
+        If none does, it is the one that takes most of the error away.
         """
         error = self.error([*chosen, number])
-        return (0, *self.costs[number]) if error <= bound else (1, error)
+        return (0, *self.sizes[number]) if error <= bound else (1, error)
 
     def _earns(self, number: int, chosen: Sequence[int]) -> bool:
         """Whether an island of a set lowers the error by a margin, and by more than by chance."""
@@ -114,9 +250,160 @@ class Search:
         return bool(gains.mean() > max(_MARGIN, noise))
 
 
-def _costs(runs: Runs, islands: Sequence[Island]) -> list[tuple[int, int]]:
-    """Returns how many operands of products, and numbers in all, islands put into float32."""
-    sites = runs.points.at.values()
-    operands = np.array([size_of([p for p in points if p.is_operand]) for points in sites])
-    numbers = np.array([size_of(points) for points in sites])
-    return [(int(operands[i.sites].sum()), int(numbers[i.sites].sum())) for i in islands]
+def new_search(
+    program: Program,
+    runs: Runs,
+    base: PolicyMap,
+    measured: Runs,
+    seed: int,
+    done: Callable[[], object],
+) -> Search:
+    """Returns the search among the islands whose own sites make half of their error or more."""
+    graph = Graph(program)
+    sites = Sites(graph, nodes_of(graph, runs.points), base)
+    islands = sites.islands()
+    others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
+    # With the sites that no rule selects, the shares add up, and need not be measured one by one.
+    found = costs(runs, [*(island.own for island in islands), others], seed, done)
+    if not math.isfinite(found.squared):  # No estimate tells what an island costs.
+        return Search(measured, sites, islands, [0.0] * len(islands), done)
+
+    def is_worthwhile(island: Island) -> bool:
+        own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
+        return island.is_operation or own >= _OWN * whole
+
+    parts = dict(zip(islands, map(float, found.parts), strict=False))
+    kept = {island: part for island, part in parts.items() if is_worthwhile(island)}
+    return Search(measured, sites, [*kept], [*kept.values()], done)
+
+
+# --- Policy strings ---
+
+
+class Strings:
+    """Policy strings, and the errors of those that were run as they are written.
+
+    Args:
+        func: the function.
+        batch: the first batch, with which it is traced.
+        program: the program under the policy that was given.
+        runs: the runs of this program.
+        base: the policy that was given.
+        given: its string.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., PyTree],
+        batch: tuple[PyTree, ...],
+        program: Program,
+        runs: Runs,
+        base: PolicyMap,
+        given: str,
+    ) -> None:
+        self.func, self.batch, self.program, self.runs = func, batch, program, runs
+        self.base, self.given, self.wide = base, given, f"by={base.by},f32" if base.by else "f32"
+        self.errors: dict[str, float] = {}
+        self.failures: dict[str, str] = {}  # why JAX does not trace the function under a string
+
+    def error(self, text: str) -> float:
+        """Returns the root mean square of the error under a policy string, and keeps it.
+
+        It is infinite if results are not finite, or if JAX refuses the function under the string.
+        """
+        if text not in self.errors:
+            program, error = self._tried(text), math.inf
+            if program is not None:
+                runs = runs_of(program, self.runs.batches, self.runs.measure, False)
+                error = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
+            self.errors[text] = error
+        return self.errors[text]
+
+    def fails(self, text: str) -> bool:
+        """Whether JAX refuses the function under a policy string."""
+        return text not in self.errors and self._tried(text) is None
+
+    def _tried(self, text: str) -> Program | None:
+        """Returns the program under a string; None if it is refused, as a carry that widens is."""
+        if text in self.failures:
+            return None
+        try:
+            return self._traced(text)
+        except (TypeError, ValueError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            self.failures[text] = first.rstrip(".:")
+            return None
+
+    def _traced(self, text: str) -> Program:
+        applied = apply_policy(self.func, text)
+        with warnings.catch_warnings():
+            # The trace under the policy that was given has given each warning; a string that is
+            # tried is not the user's, such as `save=products` for what is under `jax.checkpoint`.
+            warnings.simplefilter("ignore")
+            return traced_program(applied, self.batch, None, self.program.is_differentiated)
+
+    def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
+        """Returns the function or its gradient as a step under a policy, and its shapes."""
+        jaxpr = self._traced(str(policy)).jaxpr
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
+        step.__name__ = self.program.name
+        return step, tuple(shapes)
+
+    def notes(self, what: str) -> list[str]:
+        """Returns sentences about strings that have no error: they are left out."""
+        refused = {text: self.failures[text] for text in self.errors if text in self.failures}
+        infinite = [text for text, error in self.errors.items() if math.isinf(error)]
+        return [
+            *(
+                f"{text}: left out, as the {what} are not finite."
+                for text in infinite
+                if text not in refused
+            ),
+            *(f"{text}: left out, as it is refused: {why}." for text, why in refused.items()),
+        ]
+
+    def find(self, bound: float, new_search: Callable[[], Search]) -> None:
+        """Measures float32, the string without a rule, with a few, and with all that are needed."""
+        if self.error(self.wide) > bound:
+            raise ValueError(
+                f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is "
+                f"off by {self.error(self.wide):.1e}: give a larger one."
+            )
+        written = self.given
+        if self.error(written) > bound:
+            written = self._searched(new_search(), bound)
+        if self.error(written) <= bound and self.base.save is None:
+            for text in (self.given, written):  # without rules, too, to see what they cost
+                default, *rules = text.split(";", 1)
+                if ":" in default:  # a rule: there is no default part
+                    default, rules = "full", [f" {text}"]
+                self.error(";".join([f"{default},save=products", *rules]))
+
+    def _searched(self, search: Search, bound: float) -> str:
+        """Measures strings with some rules and with all that a bound needs; returns the last."""
+        chosen = search.find(bound)
+        while self.fails(self._with_rules(search.selectors(chosen))):
+            alone = {number: self._with_rules(search.selectors([number])) for number in chosen}
+            search.leave_out([n for n, text in alone.items() if self.fails(text)] or chosen)
+            for text in filter(self.failures.__contains__, alone.values()):
+                self.error(text)  # so that a note tells it
+            chosen = search.find(bound)
+        selectors = search.selectors(chosen)
+        for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
+            self.error(self._with_rules(selectors[:count]))
+        written = self._with_rules(selectors)
+        for _ in range(_AGAIN):
+            if not self.error(written) > bound >= search.error(chosen):
+                break
+            # The policy is worse than its mask: look for a set that leaves room for as much.
+            chosen = search.find(bound * search.error(chosen) / self.error(written))
+            selectors = search.selectors(chosen)
+            written = self._with_rules(selectors)
+        if self.error(written) > bound and self.base.way == "modules":
+            written = self._with_rules(selectors, "c=f32,o=f32")
+        self.error(written)
+        return written
+
+    def _with_rules(self, selectors: Sequence[str], policy: str = "full") -> str:
+        return "; ".join([self.given, *(f"{selector}: {policy}" for selector in selectors)])

@@ -1,16 +1,312 @@
-"""The ranges as users call them: `jmpx.inspect.ranges(fn)(*args)`."""
+"""The ranges as users call them, `jmpx.inspect.ranges(fn)(*args)`, and their report."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree
+from jmpx._base.messages import describe
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._inspect.ranges.counting import counted
-from jmpx._inspect.ranges.data import Histogram, Range
-from jmpx._inspect.ranges.plan import Plan
-from jmpx._inspect.ranges.report import Ranges
-from jmpx._inspect.running import check_arrays
+from jmpx._inspect.ranges.counting import (
+    FORMATS,
+    Histogram,
+    Range,
+    Rows,
+    Shares,
+    as_format,
+    counted,
+    exponent_of,
+    merged,
+)
+from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.running import check_arrays, scale_text
+from jmpx._inspect.text import columns, count_text, share_text
+from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_KINDS = ("activations", "gradients")
+_IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
+_ROWS = 24  # how many scopes are shown
+# Of float16: the exponents of its smallest number, its smallest normal one, and above its largest.
+_SMALLEST, _NORMAL, _ABOVE = -24, -14, 16
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLORS = {"activations": "#0072B2", "gradients": "#D55E00"}
+_SHADE = "#009E73"
+
+
+# --- The report ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges(Report):
+    """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
+
+    `print(ranges)` shows them, and `jmpx.inspect.ranges` says which numbers count. Numbers of
+    float64 that float32 cannot hold count as infinite or zero.
+
+    Attributes:
+        title: the name of the function, and whether its gradient was taken.
+        activations: the numbers of the forward pass, by scope, in the order of the program: each
+            has a `scope` and a `histogram`.
+        gradients: the numbers of the backward pass, by scope.
+        masks: constants beyond float16 that `jnp.where` puts into arrays, such as 1e9 for -1e9.
+            Numbers of these magnitudes are counted apart: they do not overflow where they matter,
+            as softmax makes the same of an infinity, and autocast keeps them finite.
+    """
+
+    __module__ = "jmpx.inspect"
+    _version = 2
+
+    title: str
+    activations: tuple[Range, ...]
+    gradients: tuple[Range, ...]
+    masks: tuple[float, ...] = ()
+
+    def histogram(self, kind: str = "gradients", scope: str | None = None) -> Histogram:
+        """Returns how many numbers have which magnitude.
+
+        Args:
+            kind: `gradients` or `activations`.
+            scope: a scope, with those inside of it, or a selector such as `*/mlp`; None for all.
+
+        Raises:
+            ValueError: if there is no such kind or scope.
+        """
+        if kind not in _KINDS:
+            raise ValueError(
+                f"Expected kind= to be 'activations' or 'gradients', got {describe(kind)}."
+            )
+        found: tuple[Range, ...] = getattr(self, kind)
+        if scope is None:
+            return merged(each.histogram for each in found)
+        if not any(each.is_in(scope) for each in (*self.activations, *self.gradients)):
+            raise ValueError(
+                f"Expected scope= to be one of those in to_dict(), got {describe(scope)}."
+            )
+        return merged(each.histogram for each in found if each.is_in(scope))
+
+    def shares(
+        self,
+        dtype: DTypeLike,
+        scale: float = 1,
+        *,
+        kind: str = "gradients",
+        scope: str | None = None,
+    ) -> Shares:
+        """Returns which shares of the numbers that are not zero a format does not hold.
+
+        The shares are exact: each number is multiplied by the scale and rounded once.
+
+        Args:
+            dtype: `float16`, `bfloat16`, `float8_e4m3fn` or `float8_e5m2`.
+            scale: what the numbers are multiplied by, a power of two, such as a loss scale.
+            kind: `gradients` or `activations`.
+            scope: a scope or a selector, see `histogram`; None for all.
+
+        Returns:
+            The shares that are `lost`, `subnormal` and `overflowing`.
+
+        Raises:
+            ValueError: if an argument is none of those described here.
+        """
+        return self.histogram(kind, scope).shares(dtype, scale)
+
+    def loss_scale(self, head_room: int = 2, dtype: DTypeLike = "float16") -> float:
+        """Returns a loss scale for the gradients: a static one, or where a dynamic one begins.
+
+        It is the largest power of two with which the largest gradient, times `2**head_room`, does
+        not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
+        that is itself computed in float16, as under `policy="c=f16"` of the gradient functions,
+        takes no more than 2**15, because the scale passes through its dtype.
+
+        Args:
+            head_room: by how many powers of two gradients may grow, a whole number.
+            dtype: the format that holds the gradients. For bfloat16 it is 1.
+
+        Raises:
+            ValueError: if the format is unknown, `head_room` is negative, or there are no
+                gradients.
+
+        Example:
+            >>> import jax.numpy as jnp, jmpx
+            >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+            >>> found = jmpx.inspect.ranges(loss_fn)(jnp.ones(4), jnp.eye(4))
+            >>> str(jmpx.DynamicLossScale(found.loss_scale()))
+            'dynamic,init=16384'
+        """
+        found = self.histogram()
+        if not found.numbers:
+            raise ValueError(
+                "Expected gradients that are not all zero, got none: give jmpx.inspect.ranges a "
+                "loss that depends on its first argument, or a step that contains its gradient."
+            )
+        if as_format(dtype) is FORMATS["bfloat16"]:
+            return 1.0  # it has the range of float32
+        if operator.index(head_room) < 0:
+            raise ValueError(f"Expected head_room= to be at least 0, got {head_room}.")
+        scale = 2.0 ** (found.room(dtype) - head_room)
+        return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
+
+    def plot(
+        self, path: str | os.PathLike[str], scope: str | None = None, scale: float = 1
+    ) -> None:
+        """Draws how many numbers have which exponent, as figure 3 of arXiv 1710.03740 does.
+
+        The range of float16 is shaded. It needs matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+            scope: a scope or a selector, see `histogram`; None for all.
+            scale: a loss scale, a power of two: the picture shows where it moves float16's range.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if matplotlib knows no such format, or there is no such scope.
+        """
+        from matplotlib.figure import Figure  # here, because only pictures need it
+
+        shift, title = exponent_of(scale), self.title + (f" in {scope}" if scope else "")
+        histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
+        shown = {kind: each for kind, each in histograms.items() if each.size}
+        size = (8, 1 + 2.6 * max(len(shown), 1))
+        figure = Figure(figsize=size, dpi=150, layout="constrained")
+        exponents = [e for each in shown.values() for e in each.exponents]
+        low = max(min([*exponents, _SMALLEST, _SMALLEST - shift]) - 2, -80)
+        for index, (kind, histogram) in enumerate(shown.items()):
+            axes = figure.add_subplot(len(shown), 1, index + 1)
+            _draw(axes, kind, histogram, shift if kind == "gradients" else 0)
+            axes.set_xlim(low, max([*exponents, _ABOVE]) + 2.5)
+            axes.set_xlabel("exponent: magnitudes from $2^e$ to below $2^{e+1}$")
+        figure.suptitle(f"{title}: magnitudes in float32", fontsize=11)
+        figure.savefig(path)
+
+    def _blocks(self) -> Iterator[str | Table]:
+        scale = self.loss_scale() if self.histogram().numbers else 1.0
+        scopes = {each.scope for each in (*self.activations, *self.gradients)}
+        every = merged(map(self.histogram, _KINDS))
+        counts = f"{count_text(len(scopes), 'scope')}, {every.size:,} numbers"
+        yield f"Ranges of {self.title} in float32: {counts}"
+        if every.numbers:
+            yield Table(_format_rows(self, scale), right=(2, 3, 4))
+        yield "\n".join(_scope_lines(self, scale))
+        yield "\n".join(_advice_lines(self, every, scale))
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
+
+        def plain(each: Range) -> dict[str, object]:
+            others = {n: getattr(each.histogram, n) for n in ("zeros", "infinite", "nan", "masked")}
+            exponents = {str(e): count for e, count in each.histogram.exponents.items()}
+            return {"scope": each.scope, "exponents": exponents, **others}
+
+        kinds = {kind: list(map(plain, getattr(self, kind))) for kind in _KINDS}
+        return {"version": self._version, "title": self.title, "masks": list(self.masks), **kinds}
+
+
+def _times(scale: float) -> str:
+    return "" if scale == 1 else f" x 2**{exponent_of(scale)}"
+
+
+def _shares(histogram: Histogram, dtype: str, scale: float) -> list[str]:
+    return [share_text(part, 1) for part in histogram.shares(dtype, scale)]
+
+
+def _format_rows(found: Ranges, scale: float) -> list[list[str]]:
+    """Returns a table: the shares of all activations and gradients that no format holds."""
+    kinds = [("activations", 1.0), *(("gradients", factor) for factor in sorted({1.0, scale}))]
+    rows = [["", "", *Shares._fields]]
+    for kind, factor in kinds:
+        histogram, name = found.histogram(kind), f"{kind}{_times(factor)}"
+        for known in FORMATS if histogram.numbers else ():
+            rows.append([name, known, *_shares(histogram, known, factor)])
+            name = ""
+    return rows
+
+
+def _scope_lines(found: Ranges, scale: float) -> list[str]:
+    """Returns a table: the range of each scope, and the shares that float16 does not hold."""
+    kinds = [{each.scope: each.histogram for each in getattr(found, kind)} for kind in _KINDS]
+    scopes = dict.fromkeys(scope for kind in kinds for scope in kind)
+    pairs = {scope: [kind.get(scope, Histogram()) for kind in kinds] for scope in scopes}
+
+    def badness(scope: str) -> tuple[float, float]:
+        shares = [h.shares("float16", f) for h, f in zip(pairs[scope], (1, scale), strict=True)]
+        return max(each.overflowing for each in shares), max(each.lost for each in shares)
+
+    worst = sorted(pairs, key=badness, reverse=True)[:_ROWS]
+    rows = [["activations", "over", "gradients", f"lost{_times(scale)}", "over", "scope"]]
+    for scope in filter(set(worst).__contains__, pairs):
+        magnitudes, _, over = _cells(pairs[scope][0], 1)
+        name = scope or "(no scope)"
+        rows.append([magnitudes, over, *_cells(pairs[scope][1], scale), name])
+    lines = ["By scope, the magnitudes and what float16 does not hold:"]
+    lines += columns(rows, right=(1, 3, 4))
+    left_out = len(pairs) - len(worst)
+    more = f"... and {left_out} more scopes, which to_dict() holds"
+    return [*lines, more] if left_out else lines
+
+
+def _cells(histogram: Histogram, scale: float) -> list[str]:
+    """Returns the magnitudes, and which shares are lost and overflow."""
+    if not histogram.numbers:
+        return ["", "", ""]
+    lost, _, over = _shares(histogram, "float16", scale)
+    exponents = histogram.exponents
+    return [f"2**{min(exponents)} .. 2**{max(exponents)}", lost, over]
+
+
+def _advice_lines(found: Ranges, every: Histogram, scale: float) -> Iterator[str]:
+    gradients = found.histogram()
+    if gradients.numbers:
+        largest = f"largest gradient 2**{max(gradients.exponents)}"
+        yield f"Loss scale for float16: {scale_text(scale)}  ({largest})"
+        if scale > _IN_FLOAT16:
+            yield f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
+    if every.masked:
+        masks = ", ".join(f"{mask:.3g}" for mask in found.masks)
+        yield f"Masks, counted apart: {every.masked:,} numbers such as {masks}."
+    if every.infinite + every.nan:
+        count = f"{every.infinite + every.nan:,} numbers"
+        yield f"Infinite or NaN in float32: {count}; jmpx.inspect.first_nonfinite finds the first."
+
+
+# --- Pictures, after figure 3 of arXiv 1710.03740 ---
+
+
+def _draw(axes: "Axes", kind: str, histogram: Histogram, shift: int) -> None:
+    """Draws one panel; `shift` is the exponent of the loss scale."""
+    exponents, numbers = histogram.exponents, max(histogram.numbers, 1)
+    percents = [100 * count / numbers for count in exponents.values()]
+    axes.bar(list(exponents), percents, width=1, align="edge", color=_COLORS[kind], lw=0.3, ec="w")
+    axes.set_yscale("log")
+    axes.set_ylim(max(min([1e-1, *percents]) / 2, 1e-6), 400)
+    axes.set_ylabel(f"{kind} (%)")
+    axes.axvspan(_NORMAL, _ABOVE, color=_SHADE, alpha=0.18, lw=0, zorder=0)
+    axes.axvspan(_SMALLEST, _NORMAL, color=_SHADE, alpha=0.08, lw=0, zorder=0)
+    for right, text in ((_ABOVE, "float16"), (_NORMAL, "subnormal")):
+        axes.text(right - 0.3, 180, text, ha="right", va="center", fontsize=8)
+
+    def held(scale: float) -> str:
+        shares = zip(Shares._fields, _shares(histogram, "float16", scale), strict=True)
+        return ", ".join(map(" ".join, shares))
+
+    title = f"in float16: {held(1)}"
+    if shift:
+        axes.axvspan(_NORMAL - shift, _ABOVE - shift, fc="none", ec=_SHADE, ls="--", lw=1)
+        text = f"float16 at scale 2**{shift}"
+        axes.text(_NORMAL - shift + 0.4, 60, text, fontsize=8, va="center")
+        title += f"\nat scale 2**{shift}: {held(2.0**shift)}"
+    axes.set_title(title, fontsize=8, loc="left")
+
+
+# --- The function ---
 
 
 def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
@@ -63,11 +359,11 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
         program = traced_program(fn, args, kwargs)
         check_arrays(program, "jmpx.inspect.ranges")
-        plan = Plan(Graph(program))
+        rows = Rows(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
-        for (scope, is_gradient), counts in zip(plan.table, counted(program, plan), strict=True):
+        for (scope, is_gradient), counts in zip(rows.table, counted(program, rows), strict=True):
             kinds[is_gradient].append(Range(scope, Histogram.of(counts)))
         title = program.name + (" and its gradient" if program.is_differentiated else "")
-        return Ranges(title, tuple(kinds[0]), tuple(kinds[1]), plan.masks)
+        return Ranges(title, tuple(kinds[0]), tuple(kinds[1]), rows.masks)
 
     return call
