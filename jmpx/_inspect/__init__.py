@@ -1,25 +1,41 @@
-"""Looks at a train step: its dtypes, its numbers and what it sends, behind `jmpx.inspect`.
+"""Reports on a step: its dtypes, its numbers and its compiled program, behind `jmpx.inspect`.
 
-The way through it:
+All reports share these files:
 
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
-  program. `running.py` says which node is which equation of a program that runs, and runs
-  equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
-- `reports.py` and `progress.py` are what reports share: JSON, a table, and a progress bar.
-- `emulate.py` makes a function round its 16-bit results where it writes them.
-- `compare/` runs two functions of one model so, and says where their numbers part.
-- `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.
-- `plan/` compiles a step for chips that are not there, and tells what each policy costs.
-- `choose/` searches the parts that need float32, by blame and plan.
-- `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
-- `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
-- `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
-- `collectives/` lists what the devices of a lowered or compiled program exchange, `products/` what
-  it multiplies; `hlo/` reads such programs for both.
+  program, and `where.py` finds the module, the scope and the rule of an equation.
+- `watched.py` runs a program and shows each equation to a watcher. `running.py` runs it in float32
+  in place of 16 bits, and compiles it once for all programs of one structure.
+- `reports.py` makes text, HTML and JSON of a report, a frozen dataclass that yields blocks of text
+  and tables; `text.py` spells numbers and policies.
 
-Each of them has half a page of its own, and opens with `api.py` or `report.py`. They do not import
-each other, but for `blame`, which asks `first_nonfinite` for what is not finite; `plan`, which
-counts as `audit` and reads what devices send by `collectives`; and `choose`, which stands on blame
-and plan. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
-`_adapters` it reads the policies under which modules ran, and `blame` puts a function under one.
+Reports that read programs without running them:
+
+- `audit/` reads the graph: casts, saved bytes, FLOPs by dtype, and findings.
+- `hlo/` reads lowered and compiled programs: what they multiply and send.
+- `plan/` compiles a step for chips that are not there, and tells the cost of each policy.
+
+Reports that run programs:
+
+- `ranges/` runs in float32, and counts numbers by magnitude.
+- `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
+- `emulate.py` makes a function round its 16-bit results where it writes them.
+- `compare.py` runs two functions of one model so, and says where their numbers differ.
+- `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.
+- `choose/` searches the parts that need float32, by blame and plan.
+
+And two that look at arrays alone: `restored.py` checks the dtypes of what was restored, and
+`update_report.py` counts updates that round to nothing.
+
+Reports do not import each other, with three exceptions: `blame` asks `first_nonfinite`, `plan`
+counts as `audit` and `hlo` do, and `choose` stands on `blame` and `plan`. Of the core they import
+four rooms, `_base`, `_jaxprs`, `_policies` and `_scales`, and a few modules for one purpose each:
+
+- `_adapters.applying` puts a function under a policy, and `_adapters.scopes` tells the policies
+  under which modules run.
+- `_autocast.kinds`, `rules` and `products` know how an operation can run in float32, and
+  `_autocast.regions` knows which scopes a rule selects.
+- `_remat.saving` knows which products a policy saves for the backward pass.
+
+The contracts in `pyproject.toml` hold both lists; no room but `_cli` imports this one.
 """

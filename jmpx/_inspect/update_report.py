@@ -1,8 +1,8 @@
 """Which updates round to nothing in the dtype of the parameters."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jmpx._base.casts import at_least_float32
 from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
+from jmpx._inspect.reports import Report
 
 _NAMED_LEAVES = 5  # in a printed report
 _WORTH_A_REMEDY = 0.01  # of the entries
@@ -40,10 +41,10 @@ class LostUpdates(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class UpdateReport:
-    """What `update_report` counts: a pytree of counts, and text for `print`.
+class UpdateReport(Report):
+    """The counts of `update_report`: a pytree, which prints itself outside of `jax.jit`.
 
-    Of reports that were stacked, as `jax.lax.scan` does, or added, `print` tells the sum.
+    Reports can be added, or stacked as by `jax.lax.scan`: text and HTML then show the sum.
 
     Attributes:
         updates: the counts of updates by the path of the parameter, such as `"['layer']['w']"`.
@@ -55,31 +56,32 @@ class UpdateReport:
     updates: dict[str, LostUpdates]
     dtypes: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
-    def __str__(self) -> str:
-        """Returns the shares of all parameters and of the worst ones, and a remedy."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the counts as Python's numbers, or lists of them if reports were stacked."""
+        counts = {name: lost._asdict() for name, lost in self.updates.items()}
+        plain = jax.tree.map(lambda count: np.asarray(count).tolist(), counts)
+        return {"version": self._version, "updates": plain, "dtypes": dict(self.dtypes)}
+
+    def _blocks(self) -> Iterator[str]:
+        """Yields the shares of all parameters and of the worst ones, and a remedy."""
         counts, dtypes = jax.device_get(self.updates), dict(self.dtypes)
         shares = {name: _shares([lost]) for name, lost in counts.items()}
         worst = sorted(shares, key=lambda name: shares[name], reverse=True)[:_NAMED_LEAVES]
         rows = [(_shares(counts.values()), f"all of {len(counts)}")]
         rows += [(shares[name], f"{name or 'params'}, {dtypes[name]}") for name in worst]
-        return "\n".join(
-            [
-                "Updates that round to nothing, in % of those that are not 0:",
-                " as stored   bfloat16    float16",
-                *(
-                    "".join(f"{100 * each:10.1f} " for each in row) + f" {name}"
-                    for row, name in rows
-                ),
-                _remedy({dtypes[name] for name in shares if shares[name][0] >= _WORTH_A_REMEDY}),
-            ]
-        )
+        lines = ["Updates that round to nothing, in % of those that are not 0:"]
+        lines.append(" as stored   bfloat16    float16")
+        for row, name in rows:
+            lines.append("".join(f"{100 * each:10.1f} " for each in row) + f" {name}")
+        lines.append(_remedy({dtypes[n] for n in shares if shares[n][0] >= _WORTH_A_REMEDY}))
+        yield "\n".join(lines)
 
 
-def _as_configuration(value: list[list[list[str]]]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    return tuple(tuple(map(tuple, dtypes)) for dtypes in value)
+def _as_tuples(value: PyTree) -> PyTree:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-serialized(UpdateReport, read=_as_configuration)
+serialized(UpdateReport, read=_as_tuples)
 
 
 def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
@@ -147,7 +149,7 @@ def _lost(param: jax.Array, change: jax.Array) -> LostUpdates:
 
 
 def _rounds_to_nothing(param: jax.Array, change: jax.Array) -> jax.Array:
-    """Whether each of `param + change`, rounded to the nearest, is `param`: for changes but 0."""
+    """Whether each `param + change` rounds to `param`, if the change is not 0."""
     if param.dtype.itemsize > 4:  # float64, the widest that XLA has
         return param + change.astype(param.dtype) == param
     format_ = jnp.finfo(param.dtype)
@@ -157,17 +159,17 @@ def _rounds_to_nothing(param: jax.Array, change: jax.Array) -> jax.Array:
     stored = (magnitude >> format_.nmant).astype(jnp.int32)
     is_power = (stored > 1) & (magnitude & (2**format_.nmant - 1) == 0)
     to_zero = code >> (format_.bits - 1) != bits >> 31
-    # Numbers from half of the distance to the neighbor on do not round to `param`, and half itself
-    # does if `param` is even. Below a power of two, neighbors are half as far apart.
+    # Changes of more than half of the distance to the neighbor do not round to `param`; those of
+    # half do if `param` is even. Below a power of two, neighbors are half as far apart.
     half = jnp.maximum(stored, 1) - 2 + (format_.minexp - format_.nmant)
     half = _power_of_two(half - (is_power & to_zero).astype(jnp.int32))
     largest = np.asarray(format_.max, param.dtype).view(f"uint{format_.bits}").astype(np.uint32)
-    is_inf = magnitude > largest[()]  # which float16 makes of larger numbers; it stays
+    is_inf = magnitude > largest[()]  # larger numbers in float16; they stay infinite
     return is_inf | (size < half) | ((size == half) & (code & 1 == 0))
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Returns the bits of 2**exponent in float32; 0 if it is less than all numbers but 0."""
+    """Returns the bits of 2**exponent in float32; 0 if it is less than the smallest number."""
     normal = (exponent + 127) << 23
     subnormal = jnp.where(exponent >= -149, 1 << jnp.clip(exponent + 149, 0, 22), 0)
     return jnp.where(exponent >= -126, normal, subnormal).astype(jnp.uint32)
@@ -180,13 +182,13 @@ def _sum(flags: jax.Array) -> jax.Array:
 
 
 def _shares(counts: Iterable[LostUpdates]) -> tuple[float, ...]:
-    """Returns the lost parts of the changes: as stored, in bfloat16 and in float16."""
+    """Returns the parts of the changes that are lost as stored, in bfloat16 and in float16."""
     sums = np.sum([[np.float64(field).sum() for field in lost] for lost in counts], axis=0)
     return tuple(float(count) for count in sums[1:] / max(sums[0], 1))
 
 
 def _remedy(losing: set[str]) -> str:
-    """Returns what helps parameters of some dtypes, which lose updates."""
+    """Returns the line that advises parameters of some dtypes, which lose updates."""
     if narrow := sorted(losing - {"float32", "float64"}):
         names = " and ".join(narrow)
         return f"Remedy for {names}: float32 parameters, or jmpx.optim.low_precision_params."
