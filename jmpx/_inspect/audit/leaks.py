@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
-from jmpx._inspect.audit.data import SEVERITIES
-from jmpx._inspect.audit.flops import flops, is_product
-from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.step import Found, Key, Kind, Step
+from jmpx._inspect.audit.report import SEVERITIES
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.streams import Stream
 from jmpx._inspect.audit.values import (
     LOW,
     MOVES_AND_CASTS,
     WIDE,
     before,
+    flops,
     half_dtype,
+    is_product,
     number,
     reaches_end,
 )
@@ -20,16 +20,16 @@ from jmpx._inspect.graph import Node, Value
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.places import Place
 
-_FLOAT32 = Kind("float32-product", Remedies.narrower)
-_MIXED = Kind("mixed-product", Remedies.narrower)
-_PROMOTION = Kind("promotion", Remedies.narrower)
-_SAVED = Kind("saved-float32", Remedies.narrower)
+_FLOAT32 = FindingKind("float32-product", Remedies.narrower)
+_MIXED = FindingKind("mixed-product", Remedies.narrower)
+_PROMOTION = FindingKind("promotion", Remedies.narrower)
+_SAVED = FindingKind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
-def search(step: Step) -> Iterator[Found]:
+def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     """Yields the findings about float32 that leaks into a step of 16 bits."""
     if step.streams.is_half:
         leaks = _Leaks(step)
@@ -38,7 +38,7 @@ def search(step: Step) -> Iterator[Found]:
         yield from _weighed(found, products, step.streams.saved)
 
 
-def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
+def _weighed(found: list[UntriedFinding], products: int, saved: int) -> Iterator[UntriedFinding]:
     """Yields findings with the severity that their shares of FLOPs and saved bytes leave them.
 
     Those of one line are one share: a line may run in many layers.
@@ -57,7 +57,7 @@ def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
 class _Leaks:
     """The leaks of a step that computes in 16 bits."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: AuditedStep) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
         self._half = half_dtype(step.graph)
         # The wide products of the backward pass, by where their forward products are.
@@ -72,7 +72,7 @@ class _Leaks:
             if is_told or _is_read_by_loss(node):
                 self._backward.pop(step.key(node), None)
 
-    def of_streams(self) -> Iterator[Found]:
+    def of_streams(self) -> Iterator[UntriedFinding]:
         """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
         causes: dict[int, list[Stream]] = {}
@@ -91,7 +91,7 @@ class _Leaks:
             if share > _LARGE:
                 yield from (self._saved(each, share) for each in streams)
 
-    def of_backward(self) -> Iterator[Found]:
+    def of_backward(self) -> Iterator[UntriedFinding]:
         """Yields findings about wide products of the backward pass whose forward ones are not."""
         for nodes in self._backward.values():
             is_mixed = any(value.dtype in LOW for node in nodes for value in node.operands[:2])
@@ -107,9 +107,9 @@ class _Leaks:
             )
 
     def _found(
-        self, kind: Kind, severity: str, node: Node, message: str, remedy: Sequence[str],
+        self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
         streams: Sequence[Stream],
-    ) -> Found:  # fmt: skip
+    ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about streams, with the backward products that mirror theirs."""
         products = [product for stream in streams for product in stream.products]
         for key in dict.fromkeys(map(self._step.key, products)):
@@ -121,7 +121,7 @@ class _Leaks:
         }
         return self._step.found(kind, severity, node, message, *remedy, **sizes)
 
-    def _product(self, streams: list[Stream]) -> Found:
+    def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change mends."""
         node, wide = streams[0].node, streams[0].cause
         what = "convolution" if node.name.startswith("conv") else "product"
@@ -134,7 +134,7 @@ class _Leaks:
         kind = _FLOAT32 if wide is None else _MIXED
         return self._found(kind, "high", node, message, self._remedy(node, wide), streams)
 
-    def _promotion(self, stream: Stream) -> Found:
+    def _promotion(self, stream: Stream) -> UntriedFinding:
         node, cause, behind = stream.node, stream.cause, self._behind([stream], 0)
         if cause is not None:
             named = self._named(cause, node)
@@ -150,7 +150,7 @@ class _Leaks:
         severity = "high" if stream.products else "medium"
         return self._found(_PROMOTION, severity, node, message, remedy, [stream])
 
-    def _saved(self, stream: Stream, share: float) -> Found:
+    def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
             f"{stream.node.results[0].dtype.name} values outside of norms, softmaxes and losses "
             f"are {share:.0%} of what is saved for the backward pass."

@@ -1,11 +1,15 @@
-"""Findings: numbers that float16 cannot hold, and casts that lose digits."""
+"""Findings: logits rounded before a loss, constants beyond float16, and casts that lose digits.
 
-from collections.abc import Iterator
+The gradient of a loss with a softmax is a difference of probabilities. Where these are close, as in
+a model that is nearly right, or near its teacher, it is mostly the rounding of the logits.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     AUTOCAST,
     CAST,
@@ -15,26 +19,44 @@ from jmpx._inspect.audit.values import (
     WIDE,
     before,
     call,
+    flops,
+    is_at_most_zero,
+    is_product,
+    is_view,
+    multiplied,
     number as number_of,
+    reaches_end,
     source as unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.where import modules_of, where
 
-_CONSTANT = Kind("constant-range", Remedies.wider)
-_TO_AND_FRO = Kind("cast-to-and-fro", Remedies.wider_makers)
-_TWICE = Kind("double-rounding", Remedies.wider_makers)
-KINDS = (_CONSTANT, _TO_AND_FRO, _TWICE)
+_LOGITS = FindingKind("rounded-logits", Remedies.wider)
+_CONSTANT = FindingKind("constant-range", Remedies.wider)
+_TO_AND_FRO = FindingKind("cast-to-and-fro", Remedies.wider_makers)
+_TWICE = FindingKind("double-rounding", Remedies.wider_makers)
+KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE)
+
+# Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
+_BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
+# Between an exponential and the logarithm of a loss: `log(sum(exp))` or `log(softmax + 1e-6)`.
+_OF_SOFTMAX = frozenset("reduce_sum div add max clamp mul select_n abs".split())
+_TIES = frozenset({"slice", "stack", "result", "join", "shard", "unshard"})
+_FARTHEST = 64  # nodes behind a logarithm that are looked at
+_NEAREST = 4  # products that may add up to the logits; a residual stream has more
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
-_MANY = 2**20  # of more numbers, a constant is not looked at
-# These hand a constant on among other operands.
+_MANY = 2**20  # a constant with more numbers is not looked at
+# Primitives whose results may hold a constant among other numbers.
 _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "neg"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def search(step: Step) -> Iterator[Found]:
-    """Yields the findings about constants and casts."""
+def search(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields `rounded-logits`, `constant-range`, `cast-to-and-fro` and `double-rounding`."""
+    if step.graph.program.has_backward:
+        yield from _logits(step)
     for node in step.streams.forward:
         if node.results and node.results[0].dtype == _FLOAT16:
             yield from _constant(step, node)
@@ -42,15 +64,101 @@ def search(step: Step) -> Iterator[Found]:
             yield from _casts(step, node)
 
 
-def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice: str) -> Found:
+# Logits
+
+
+def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields a finding for each product whose rounded results are the logits of a loss.
+
+    It explains the operations between these products and the logarithms of the losses.
+    """
+    rounded: dict[int, tuple[Node, np.dtype]] = {}
+    for node in step.graph.nodes:
+        if node.name == "log" and not node.is_backward and reaches_end(node):
+            through = lambda each: _through(each, _OF_SOFTMAX)  # noqa: E731
+            behind = Graph.back(node.operands[:1], through, _FARTHEST)
+            exponentials = [each for each in behind if each.name == "exp"]
+            for exponential in (e for e in exponentials if is_at_most_zero(e.operands[0])):
+                products, between = _rounded(exponential.operands[0])
+                rounded.update((id(product), (product, dtype)) for product, dtype in products)
+                if products:
+                    step.explained.update(map(id, (node, exponential, *between)))
+    step.explained.update(rounded)
+    sizes: Counter[Key] = Counter()  # of a product and those of its backward pass
+    for node in filter(is_product, step.graph.nodes if rounded else ()):
+        sizes[step.key(node)] += flops(node)
+    for product, dtype in rounded.values():
+        yield step.found(
+            _LOGITS,
+            "high",
+            product,
+            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
+            "difference of probabilities, which may be smaller than what the rounding changes.",
+            *_remedy_for_logits(step.graph, product, dtype),
+            flops=sizes.pop(step.key(product), 0),
+        )
+
+
+def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
+    """Returns the operands of a node to go on with, if it is a move or has one of these names."""
+    if node.is_structure:
+        return node.operands if node.name in _TIES else ()
+    if node.name in MOVES or is_view(node):
+        return node.operands[:1]
+    return node.operands[node.name == "select_n" :] if node.name in names else ()
+
+
+def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
+    """Returns the products behind a value with the dtypes that round them, and the other nodes."""
+    found: list[tuple[Node, np.dtype]] = []
+    between: list[Node] = []
+    pending: list[tuple[Value, np.dtype | None]] = [(value, None)]
+    seen: set[int] = set()
+    while pending and len(found) < _NEAREST:
+        each, low = pending.pop(0)
+        low = each.dtype if each.dtype in LOW else low
+        node = each.node
+        if node is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not is_product(node):
+            between.append(node)
+            pending += [(operand, low) for operand in _through(node, _BETWEEN)]
+        elif low is not None:
+            found.append((node, low))
+    return found, between
+
+
+def _remedy_for_logits(graph: Graph, product: Node, dtype: np.dtype) -> Iterator[str]:
+    """Yields how to write code that keeps logits in float32, then the rule that does the same."""
+    is_low = dtype.name in multiplied(product)
+    is_matrix_product = product.name == "dot_general" and is_low
+    policy = "product=float32" if is_matrix_product else "compute=float32,output=float32"
+    selector, module = graph.selector(product), where(product.scope).module
+    is_autocast = AUTOCAST in graph.program.takers
+    # A rule for a module that holds others would be for these, too.
+    scopes = {node.scope for node in graph.nodes} if module is not None else ()
+    has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
+    is_selected = selector is not None and (is_autocast if module is None else not has_parts)
+    if is_autocast and not is_selected:
+        yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
+    else:
+        yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"
+    if is_selected:
+        yield f"{selector}: {policy}"
+
+
+def _found(
+    step: AuditedStep, kind: FindingKind, severity: str, node: Node, text: str, advice: str
+) -> UntriedFinding:
     nbytes = node.results[0].nbytes * node.times
     return step.found(kind, severity, node, text, advice, nbytes=nbytes)
 
 
-# Constants.
+# Constants
 
 
-def _constant(step: Step, node: Node) -> Iterator[Found]:
+def _constant(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about a number that is infinite or 0 in float16."""
     is_cast = node.name == CAST and node.operands[0].dtype in WIDE
     number = _beyond(node.operands[0]) if is_cast else _lost_literal(node)
@@ -127,10 +235,10 @@ def _is_kept_from_zero(value: Value) -> bool:
     )
 
 
-# Casts.
+# Casts
 
 
-def _casts(step: Step, node: Node) -> Iterator[Found]:
+def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
     maker = before(source, MOVES).node

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jmpx._autocast.products import is_precise
-from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.values import (
     CAST,
     LOW,
@@ -23,6 +22,8 @@ from jmpx._inspect.audit.values import (
     before,
     call,
     compute_dtype,
+    flops,
+    is_product,
     outermost_dtype,
 )
 from jmpx._inspect.graph import Graph, Node, Value

@@ -193,21 +193,11 @@ def rules_for(graph: Graph, node: Node) -> list[str]:
     takers, outermost = graph.program.takers, graph.outermost()
     if not takers:
         return []
-    rules = (text for each in _before(node) for text in _of_node(each, _AUTOCAST in takers))
+    behind = Graph.back(node.results[:1], lambda each: each.operands, _FARTHEST)
+    narrow = (n for n in behind if any(is_narrow(v.dtype) for v in (*n.operands, *n.results)))
+    rules = (text for each in narrow for text in _of_node(each, _AUTOCAST in takers))
     is_for_all = lambda rule: any(rule.matches(*module) for module in outermost)  # noqa: E731
     return [text for text in dict.fromkeys(rules) if not is_for_all(parse_rule(text))][:_MOST]
-
-
-def _before(node: Node) -> Iterator[Node]:
-    """Yields a node and those before it that read or compute in few bits, the nearest first."""
-    pending, seen = [node], {id(node)}
-    while pending and len(seen) < _FARTHEST:
-        each = pending.pop(0)
-        if any(is_narrow(value.dtype) for value in (*each.operands, *each.results)):
-            yield each
-        new = {id(v.node): v.node for v in each.operands if v.node and id(v.node) not in seen}
-        seen |= new.keys()
-        pending += new.values()
 
 
 def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:

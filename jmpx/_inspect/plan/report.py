@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jmpx._inspect.audit.data import Products
+from jmpx._inspect.audit.report import Products
 from jmpx._inspect.reports import Parts, TableReport
 from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 
