@@ -9,10 +9,6 @@ if TYPE_CHECKING:
     from jmpx._inspect.blame.report import Blame as Blame
     from jmpx._inspect.choose.api import choose as choose
     from jmpx._inspect.choose.report import Choice as Choice
-    from jmpx._inspect.collectives.report import (
-        Collectives as Collectives,
-        collectives as collectives,
-    )
     from jmpx._inspect.compare.api import compare as compare
     from jmpx._inspect.compare.report import Comparison as Comparison
     from jmpx._inspect.emulate import emulate as emulate
@@ -20,9 +16,8 @@ if TYPE_CHECKING:
         FirstNonfinite as FirstNonfinite,
         first_nonfinite as first_nonfinite,
     )
-    from jmpx._inspect.plan.api import plan as plan
-    from jmpx._inspect.plan.report import Plan as Plan
-    from jmpx._inspect.products.report import Products as Products, products as products
+    from jmpx._inspect.hlo.report import Compiled as Compiled, compiled as compiled
+    from jmpx._inspect.plan.api import Plan as Plan, plan as plan
     from jmpx._inspect.ranges.api import ranges as ranges
     from jmpx._inspect.ranges.report import Ranges as Ranges
     from jmpx._inspect.restored import (
@@ -59,12 +54,10 @@ else:
             "_inspect.emulate": "emulate",
             "_inspect.first_nonfinite": "FirstNonfinite first_nonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
-            "_inspect.plan.api": "plan",
-            "_inspect.plan.report": "Plan",
+            "_inspect.hlo.report": "Compiled compiled",
+            "_inspect.plan.api": "Plan plan",
             "_inspect.ranges.api": "ranges",
             "_inspect.ranges.report": "Ranges",
             "_inspect.update_report": "LostUpdates UpdateReport update_report",
-            "_inspect.collectives.report": "Collectives collectives",
-            "_inspect.products.report": "Products products",
         },
     )
