@@ -7,17 +7,12 @@ if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit as Audit
     from jmpx._inspect.blame.api import Blame as Blame, blame as blame
     from jmpx._inspect.choose.api import Choice as Choice, choose as choose
-    from jmpx._inspect.collectives.report import (
-        Collectives as Collectives,
-        collectives as collectives,
-    )
     from jmpx._inspect.compare import Comparison as Comparison, compare as compare
     from jmpx._inspect.emulate import emulate as emulate
     from jmpx._inspect.first_nonfinite.api import first_nonfinite as first_nonfinite
     from jmpx._inspect.first_nonfinite.report import FirstNonfinite as FirstNonfinite
-    from jmpx._inspect.plan.api import plan as plan
-    from jmpx._inspect.plan.report import Plan as Plan
-    from jmpx._inspect.products.report import Products as Products, products as products
+    from jmpx._inspect.hlo.report import Compiled as Compiled, compiled as compiled
+    from jmpx._inspect.plan.api import Plan as Plan, plan as plan
     from jmpx._inspect.ranges.api import Ranges as Ranges, ranges as ranges
     from jmpx._inspect.restored import (
         check_restored as check_restored,
@@ -51,11 +46,9 @@ else:
             "_inspect.first_nonfinite.api": "first_nonfinite",
             "_inspect.first_nonfinite.report": "FirstNonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
-            "_inspect.plan.api": "plan",
-            "_inspect.plan.report": "Plan",
+            "_inspect.hlo.report": "Compiled compiled",
+            "_inspect.plan.api": "Plan plan",
             "_inspect.ranges.api": "Ranges ranges",
             "_inspect.update_report": "LostUpdates UpdateReport update_report",
-            "_inspect.collectives.report": "Collectives collectives",
-            "_inspect.products.report": "Products products",
         },
     )

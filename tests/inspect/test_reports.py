@@ -27,13 +27,12 @@ def nonfinite(w, x):
 # A report of each public class, and words that it shows.
 REPORTS = {
     "Audit": (lambda: inspect.audit(jmpx.apply_policy(loss_fn, "c=bf16"))(X, X), "loss_fn"),
-    "Blame": (lambda: inspect.blame(loss_fn, "c=bf16")(*BATCHES), "distance"),
+    "Blame": (lambda: inspect.blame(loss_fn, "c=bf16")(*BATCHES), "under c=bf16"),
     "Choice": (lambda: inspect.choose(loss_fn, error=0.5)(*BATCHES), "saved for the backward pass"),
-    "Collectives": (lambda: inspect.collectives(jax.jit(loss_fn).lower(X, X)), "loss_fn"),
+    "Compiled": (lambda: inspect.compiled(jax.jit(loss_fn).lower(X, X)), "1 product"),
     "Comparison": (lambda: inspect.compare(loss_fn, loss_fn)(X, X), "loss_fn and loss_fn"),
     "FirstNonfinite": (lambda: inspect.first_nonfinite(nonfinite)(X, X), "log makes an infinity"),
     "Plan": (lambda: inspect.plan(lambda policy: (loss_fn, (X, X)), ["c=bf16"]), "c=bf16"),
-    "Products": (lambda: inspect.products(jax.jit(loss_fn).lower(X, X)), "loss_fn"),
     "Ranges": (lambda: inspect.ranges(loss_fn)(X, X), "Ranges of loss_fn and its gradient"),
     "UpdateReport": (lambda: inspect.update_report({"w": X}, {"w": X / 99}), "['w'], float32"),
 }

@@ -15,9 +15,8 @@ from jmpx._base.messages import describe
 from jmpx._inspect.blame.api import blamed_runs, check_kind
 from jmpx._inspect.blame.runs import Measure, relative
 from jmpx._inspect.choose.search import Strings, new_search
-from jmpx._inspect.plan.api import plan
+from jmpx._inspect.plan.api import Planned, plan
 from jmpx._inspect.plan.chips import get_chip
-from jmpx._inspect.plan.report import Planned
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import progress
 from jmpx._inspect.text import bytes_text, error_text, share_text

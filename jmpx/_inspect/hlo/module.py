@@ -125,7 +125,7 @@ class Module:
             )
         every = (one for found in self.computations.values() for one in found)
         self.instructions = {one.key: one for one in every}
-        self._frames = _StackFrames(text)
+        self._tables = _tables(text)
 
     @property
     def arguments(self) -> list[str]:
@@ -140,7 +140,21 @@ class Module:
 
     def place(self, one: Instruction) -> Place | None:
         """Returns the innermost line of the user's code that an instruction names."""
-        return self._frames.place(one.attributes)
+        found = one.attributes
+        if "source_file" in found:  # until JAX 0.8
+            calls = iter([(found["source_file"], int(found["source_line"]), "")])
+        else:
+            calls = self._calls(int(found.get("stack_frame_id", 0)))
+        return next((Place(*each) for each in calls if not is_of_library(each[0])), None)
+
+    def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:
+        """Yields the files, lines and functions of a stack, the innermost first."""
+        while frame in self._tables.get("StackFrames", {}):
+            location, parent = _numbers(self._tables["StackFrames"][frame])
+            file, function, line, *_ = _numbers(self._tables["FileLocations"][location])
+            names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
+            yield names[0].strip('"'), line, names[1].strip('"').rpartition(".")[2]
+            frame = parent - 1  # counted from one, and one is none
 
 
 def _operands(line: str, start: int) -> tuple[str, str]:
@@ -152,34 +166,13 @@ def _operands(line: str, start: int) -> tuple[str, str]:
     return line[start : end - 1], line[end:]
 
 
-class _StackFrames:
-    """The tables at the top of a module, which say what `stack_frame_id` means.
-
-    Until JAX 0.8, each operation says its file and line itself.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._tables: dict[str, dict[int, str]] = {}
-        names = "FileNames|FunctionNames|FileLocations|StackFrames"
-        for name, rows in re.findall(rf"^({names})\n((?:\d+ .*\n)*)", text, re.MULTILINE):
-            split = (row.partition(" ") for row in rows.splitlines())
-            self._tables[name] = {int(number): row for number, _, row in split}
-
-    def place(self, attributes: dict[str, str]) -> Place | None:
-        """Returns the innermost line of the user's code that an operation names."""
-        calls = self._calls(int(attributes.get("stack_frame_id", 0)))
-        if "source_file" in attributes:
-            calls = iter([(attributes["source_file"], int(attributes["source_line"]), "")])
-        return next((Place(*each) for each in calls if not is_of_library(each[0])), None)
-
-    def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:
-        """Yields the files, lines and functions of a stack, the innermost first."""
-        while frame in self._tables.get("StackFrames", {}):
-            location, parent = _numbers(self._tables["StackFrames"][frame])
-            file, function, line, *_ = _numbers(self._tables["FileLocations"][location])
-            names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
-            yield names[0].strip('"'), line, names[1].strip('"').rpartition(".")[2]
-            frame = parent - 1  # counted from one, and one is none
+def _tables(text: str) -> dict[str, dict[int, str]]:
+    """Reads the tables at the top of a module, to which `stack_frame_id` refers."""
+    names, tables = "FileNames|FunctionNames|FileLocations|StackFrames", {}
+    for name, rows in re.findall(rf"^({names})\n((?:\d+ .*\n)*)", text, re.MULTILINE):
+        split = (row.partition(" ") for row in rows.splitlines())
+        tables[name] = {int(number): row for number, _, row in split}
+    return tables
 
 
 def _numbers(row: str) -> list[int]:
