@@ -1,8 +1,7 @@
-"""The program that `audit`, `ranges` and `first_nonfinite` look at: a train step, as a jaxpr.
+"""The program that reports look at: a train step, as a jaxpr.
 
-They take a loss, which they differentiate in its first argument, or a step that computes its
-gradients itself. The result and the equations tell which: a loss returns a floating scalar, and
-holds no backward pass.
+A loss is differentiated in its first argument; a step computes its gradients itself. The result and
+the equations tell which it is: a loss returns a floating scalar, and holds no backward pass.
 """
 
 import dataclasses
@@ -27,11 +26,11 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 class _Call(NamedTuple):
-    """What is traced, and how."""
+    """A function and its arguments, and how they are traced."""
 
-    fn: Callable[..., PyTree]  # the function
-    args: tuple[PyTree, ...]  # its arguments
-    kwargs: dict[str, PyTree]  # its keyword arguments
+    fn: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     marks_objects: bool = True  # whether modules in the arguments mark their calls
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
     with_state: bool = False  # whether the state of NNX objects goes in, and the new one out
@@ -39,19 +38,19 @@ class _Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A function as what JAX runs of it."""
+    """The program that JAX makes of a function."""
 
     name: str
     jaxpr: Jaxpr  # a closed one, in whose scopes modules have marks
-    arrays: Sequence[Array]  # among the arguments, as the jaxpr's inputs, or their shapes
+    arrays: Sequence[Array]  # the inputs of the jaxpr, among the arguments, or their shapes
     names: Sequence[str]  # of these inputs, such as `params['w']`
     is_differentiated: bool  # whether it is a loss, with the gradient in its first argument
     has_backward: bool  # whether it holds a backward pass
     policies: dict[str, str]  # of the modules that an adapter ran, by the modules' paths
     chosen: frozenset[str]  # the paths of those that have their policy by a rule or their class
-    takers: frozenset[str]  # the public functions that took a policy map, for further rules
+    takers: frozenset[str]  # the public functions whose policy maps take further rules
     call: _Call  # the function, and how it was traced
-    gradients: int = 0  # how many of the results, the last ones, are gradients of a loss
+    gradients: int = 0  # how many of the last results are gradients of a loss
 
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
@@ -78,7 +77,7 @@ def traced_program(
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
-            "and its arguments to the function that is returned; jmpx.inspect.products reads steps "
+            "and its arguments to the function that is returned; jmpx.inspect.compiled reads steps "
             "that are lowered or compiled."
         )
     call, is_loss = _Call(fn, args, kwargs or {}), None if with_gradient else False
@@ -97,7 +96,7 @@ def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Progra
 
 
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
-    """Traces a function, with its gradient if it is a loss; None is to find out."""
+    """Traces a function, with its gradient if it is a loss; None finds out whether it is."""
 
     def marked(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return call_marked(None, lambda cls, path: call.marks_objects, fn, args, kwargs)
@@ -118,8 +117,8 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
 
         given = (run_on, (state, *args)) if call.with_state else (run, args)
         traced, is_loss = _traced(*given, kwargs, is_loss)
-        met = [met for session in sessions for met in session.met]
-        chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
+        met = [(session, each) for session in sessions for each in session.met]
+        chosen = {each.module.path for session, each in met if _is_chosen(session, each)}
     return Program(
         name_of(call.fn),
         traced.jaxpr,
@@ -127,7 +126,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         _names(*args, **kwargs),
         is_differentiated=is_loss,
         has_backward=is_loss or any_holds(traced.jaxpr, is_backward),
-        policies=dict(map(_policy_of, met)),
+        policies={each.module.path: _policy_of(each) for _, each in met},
         chosen=frozenset(chosen),
         takers=frozenset(takers),
         call=call,
@@ -139,12 +138,11 @@ def _traced(
     run: Callable[..., PyTree], args: PyTree, kwargs: PyTree, is_loss: bool | None
 ) -> tuple[core.Traced, bool]:
     """Traces a function, with its gradient if it is a loss; returns whether it is one."""
-    if is_loss is None:
+    if not is_loss:
         traced = trace_shapes(run, args, kwargs)
-        if not _returns_loss(traced) or any_holds(traced.jaxpr, is_backward):
+        is_step = is_loss is False or any_holds(traced.jaxpr, is_backward)
+        if is_step or not _returns_loss(traced):
             return traced, False
-    elif not is_loss:
-        return trace_shapes(run, args, kwargs), False
     with warnings.catch_warnings():
         if is_loss is None:
             warnings.simplefilter("ignore")  # The first trace has given each warning.
@@ -174,7 +172,6 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
 
     `args` has the loss itself before its arguments.
     """
-    leaves, treedef = jax.tree.flatten(args[1:2])
     indices = _differentiated(*args[1:2])
     if not indices:
         raise ValueError(
@@ -183,12 +180,11 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
         )
 
     def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        given = treedef.flatten_up_to(args[1:2])
+        given, treedef = jax.tree.flatten(args[1:2])
 
         def loss(params: list[Array]) -> PyTree:
-            leaves = list(given)
-            for i, param in zip(indices, params, strict=True):
-                leaves[i] = param
+            new = dict(zip(indices, params, strict=True))
+            leaves = [new.get(i, leaf) for i, leaf in enumerate(given)]
             result = fn(args[0], *treedef.unflatten(leaves), *args[2:], **kwargs)
             first, aux = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             return first, [leaf for leaf in jax.tree.leaves(aux) if is_traceable(leaf)]
@@ -232,9 +228,9 @@ def _is_chosen(session: PolicyScope, met: ModuleRecord) -> bool:
     return session.explicit_policy(*met.module, None) is not None
 
 
-def _policy_of(met: ModuleRecord) -> tuple[str, str]:
-    """Returns the path of a module, and the policy under which it ran."""
+def _policy_of(met: ModuleRecord) -> str:
+    """Returns the policy under which a module ran; empty if there was none."""
     policy = met.boundary
     if policy is None and met.surrounding is not None:
         policy = inherited_policy(met.surrounding)
-    return met.module.path, "" if policy is None else str(policy)
+    return "" if policy is None else str(policy)

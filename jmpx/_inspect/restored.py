@@ -1,4 +1,4 @@
-"""Precision contracts: the dtypes of a checkpoint, and whether what was restored still has them."""
+"""The precision of a checkpoint, and a check that the restored state still has it."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -73,15 +73,14 @@ def check_restored(
 ) -> None:
     """Refuses a train state that was restored in another precision than it was saved in.
 
-    A leaf that was narrowed has lost bits. So has one that has its dtype, but went through a
-    narrower one on its way: all its values are then those of the narrower dtype, which they were
-    not when they were saved. A leaf that was widened, such as float32 from bfloat16, looks like a
-    master, but its values are rounded.
+    A leaf that was narrowed has lost bits. So has one that went through a narrower dtype and back:
+    the narrower one then holds all its values, which it did not when they were saved. A leaf that
+    was widened, such as float32 from bfloat16, looks like a master, but its values are rounded.
 
     Args:
         tree: the tree that was described, right after it was restored, or the shapes into which it
             is to be restored. Containers may differ.
-        description: what `describe_precision` returned, as the checkpoint has it.
+        description: the result of `describe_precision` in the checkpoint.
         allow_narrowing: whether to accept narrower dtypes, and rounded values.
         allow_widening: whether to accept wider floating dtypes. Wider integers hold what they
             held, and are accepted always.
@@ -113,13 +112,10 @@ float32 instead of bfloat16: restore it in bfloat16 all the way, or pass allow_w
             "with the same wrappers of its optimizer."
         )
     changes = list(_changes(leaves, saved, None if allow_narrowing else description.get("rounded")))
-    for kind, is_allowed in (
-        ("", False),
-        ("narrowing", allow_narrowing),
-        ("widening", allow_widening),
-    ):
+    allowed = {"": False, "narrowing": allow_narrowing, "widening": allow_widening}
+    for kind in allowed:
         found = [(path, what) for other, path, what in changes if other == kind]
-        if found and not is_allowed:
+        if found and not allowed[kind]:
             path, what = found[0]
             policy = description.get("policy")
             under = f", under the policy {policy!r}" if policy else ""
@@ -137,7 +133,7 @@ def _changes(
     for path, leaf in leaves.items():
         got, was = _name(leaf), saved[path]
         if got == was:
-            # What was not rounded when it was saved, but is now, was narrowed in between.
+            # A leaf whose values were not rounded when it was saved was narrowed in between.
             holder = None if rounded is None or path in rounded else _narrowest(leaf)
             if holder:
                 yield "narrowing", path, f"in {got} with values of {holder} alone"
@@ -146,7 +142,7 @@ def _changes(
 
 
 def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
-    """Yields the arrays, shapes and numbers of a tree by paths that do not tell containers."""
+    """Yields the arrays, shapes and numbers of a tree by paths without kinds of containers."""
     is_scale = lambda node: isinstance(node, LossScale)  # noqa: E731
     seen: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale):
@@ -191,14 +187,10 @@ def _change(was: str, got: str) -> str | None:
         old, new = np.dtype(was), np.dtype(got)
     except TypeError:  # a dtype of another library
         return "narrowing"
-    if not _can_hold(new, old):
+    if all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
+        is_held = holds(new, old)
+    else:  # To NumPy, bytes, text and objects can hold anything.
+        is_held = is_traceable(np.empty(0, new)) and np.can_cast(old, new)
+    if not is_held:
         return "narrowing"
     return "widening" if jnp.issubdtype(new, jnp.inexact) else None
-
-
-def _can_hold(new: np.dtype, old: np.dtype) -> bool:
-    """Whether every value of the dtype `old` is one of `new`."""
-    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
-        return holds(new, old)
-    # To NumPy, bytes, text and objects can hold anything.
-    return is_traceable(np.empty(0, new)) and np.can_cast(old, new)

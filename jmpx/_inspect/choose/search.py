@@ -352,15 +352,12 @@ class Strings:
 
     def notes(self, what: str) -> list[str]:
         """Returns sentences about strings that have no error: they are left out."""
-        refused = {text: self.failures[text] for text in self.errors if text in self.failures}
-        infinite = [text for text, error in self.errors.items() if math.isinf(error)]
+        left_out = [text for text, error in self.errors.items() if math.isinf(error)]
+        infinite = [text for text in left_out if text not in self.failures]
+        refused = [text for text in left_out if text in self.failures]
         return [
-            *(
-                f"{text}: left out, as the {what} are not finite."
-                for text in infinite
-                if text not in refused
-            ),
-            *(f"{text}: left out, as it is refused: {why}." for text, why in refused.items()),
+            *(f"{text}: left out, as the {what} are not finite." for text in infinite),
+            *(f"{text}: left out, as it is refused: {self.failures[text]}." for text in refused),
         ]
 
     def find(self, bound: float, new_search: Callable[[], Search]) -> None:
