@@ -430,7 +430,13 @@ def compare(
             check_arrays(program, "jmpx.inspect.compare")
         name, other = (program.name for program in programs)
         outputs = [*map(_outputs_of, programs)]
-        _check_finite(name, outputs[0])
+        # The log-probability of a choice that is impossible is -inf.
+        results = (each.wide for each in outputs[0] if each.scope == _RESULT)
+        if not all((array < np.inf).all() for array in results):
+            raise ValueError(
+                f"Expected the results of {name} to be finite in float32, got NaN or infinity: "
+                "jmpx.inspect.first_nonfinite finds the operation that makes it."
+            )
         pairs, *alone = _paired(*outputs)
         if not pairs:
             raise ValueError(
@@ -447,16 +453,6 @@ def compare(
         )
 
     return call
-
-
-def _check_finite(name: str, outputs: Sequence[Output]) -> None:
-    for each in outputs:
-        # The log-probability of what cannot be chosen is -inf.
-        if each.scope == _RESULT and not (each.wide < np.inf).all():
-            raise ValueError(
-                f"Expected the results of {name} to be finite in float32, got NaN or infinity: "
-                "jmpx.inspect.first_nonfinite finds the operation that makes it."
-            )
 
 
 def _compared(pair: Pair) -> Compared:

@@ -1,5 +1,6 @@
 """The first infinity or NaN, as users ask for it: `jmpx.inspect.first_nonfinite(fn)(*args)`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -136,9 +137,9 @@ def cause_of_event(event: Event, operands: Sequence[Array], results: Sequence[Ar
     largest = _largest_in_float32(event, operands)
     if largest is None:
         return _of_numbers(name, operands, results)
-    dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x) and is_narrow(x.dtype))
-    dtype = next(dtypes)
-    beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
+    dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x))
+    limits = jnp.finfo(next(filter(is_narrow, dtypes)))
+    beyond = f"beyond {limits.dtype}, whose largest number is {float(limits.max):g}"
     reason = f"It gives up to {largest:.4g}, {beyond}"
     return in_float32(reason, _UNCAST) if name == "convert_element_type" else in_float32(reason)
 
@@ -172,10 +173,8 @@ def _of_numbers(name: str, operands: Sequence[Array], results: Sequence[Array]) 
         return Cause(f"It {what}, here or in a derivative", _GUARD)
     if np.isnan(result).any():
         return Cause("It makes a NaN of finite numbers", _GUARD)
-    limits = jnp.finfo(result.dtype)
-    return Cause(
-        f"It gives more than {limits.dtype}'s largest number, {limits.max:.3g}", _SCALE_DOWN
-    )
+    beyond = f"{result.dtype}'s largest number, {jnp.finfo(result.dtype).max:.3g}"
+    return Cause(f"It gives more than {beyond}", _SCALE_DOWN)
 
 
 # --- Rules that may mend it ---
@@ -186,7 +185,7 @@ _AUTOCAST = "jmpx.autocast"
 
 
 def rules_for(graph: Graph, node: Node) -> list[str]:
-    """Returns rules for a node and for what computed its operands, the nearest first.
+    """Returns rules for a node and for the nodes before it, the nearest first.
 
     There are none for a program without a function that takes a policy map.
     """
@@ -204,10 +203,10 @@ def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:
     select, module = selector(node.scope), where(node.scope).module
     if select is not None and (module is not None or is_autocast):
         yield f"{select}: f32"
-        # Without `o=` it returns the output dtype of the map, in which its result may overflow.
+        # Without `o=`, the module returns the output dtype of the map, which may overflow.
         if module is not None and not is_autocast and not node.is_backward:
             yield f"{select}: c=f32,o=f32"
-    # Rules for operations are for those that autocast computes, in the forward pass.
+    # Rules for operations change those that autocast computes, in the forward pass.
     is_computed = node.name not in HAND_ON | {"convert_element_type"} and not node.is_structure
     if is_autocast and is_computed and not node.is_backward:
         yield f"op.{node.name}: f32"
@@ -282,10 +281,14 @@ class Replay:
         self, flow: Flow, scale: float | None, cause: Cause | None = None, rule: str = ""
     ) -> FirstNonfinite | None:
         """Returns the report about a run, whose cause may be known."""
-        found = flow.found
-        if isinstance(found, Event):
-            return self.made(flow, found, scale, cause, rule)
-        return found and self.given(flow, found, scale)
+        if flow.found is None:
+            return None
+        if isinstance(flow.found, Event):
+            report = self.made(flow, flow.found, scale, cause, rule)
+        else:
+            report = self.given(flow, flow.found)
+        is_at_floor = self.scale is not None and scale == self.scale.floor
+        return dataclasses.replace(report, loss_scale=scale, is_at_floor=is_at_floor)
 
     def made(
         self, flow: Flow, event: Event, scale: float | None, cause: Cause | None, rule: str
@@ -314,18 +317,12 @@ class Replay:
             trips=tuple(map(Trip, event.trips, map(place_of, site.loops))),
             operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
             results=tuple(seen),
-            loss_scale=scale,
-            is_at_floor=self.is_at_floor(scale),
             cause=text + (_OR_SCALE if may_scale else ""),
             rule=rule,
         )
 
-    def is_at_floor(self, scale: float | None) -> bool:
-        """Whether this is the floor of the loss scale."""
-        return self.scale is not None and scale == self.scale.floor
-
     def first_that_mends(self, rules: list[str], node: Node, scale: float | None) -> str:
-        """Returns the first rule under which all results are finite; else what the node makes."""
+        """Returns the first rule under which all results are finite, else those of the node."""
         moving = ""
         for rule in rules:
             try:
@@ -340,7 +337,7 @@ class Replay:
         return moving
 
     def is_elsewhere(self, node: Node, flow: Flow) -> bool:
-        """Whether a replay finds another operation, which does not read what the node makes."""
+        """Whether a replay finds another operation, which does not read results of the node."""
         other = flow.node(flow.found.site) if isinstance(flow.found, Event) else None
         if other is None:
             return False
@@ -360,7 +357,7 @@ class Replay:
             return cause
         return in_float32(f"{cause.reason}, because of numbers that 16 bits lost before")
 
-    def given(self, flow: Flow, value: Value, scale: float | None) -> FirstNonfinite:
+    def given(self, flow: Flow, value: Value) -> FirstNonfinite:
         """Describes an argument or a constant that is not finite."""
         is_input, numbers = value.kind == "input", numbers_of(flow.array(value))
         reader = value.readers[0] if value.readers and not is_input else None
@@ -370,8 +367,6 @@ class Replay:
             place=None if reader is None else self.graph.place(reader),
             scope="" if reader is None else self.graph.path(reader),
             results=(numbers,),
-            loss_scale=scale,
-            is_at_floor=self.is_at_floor(scale),
             cause="The function was given it, and no rule mends it: look where it was made.",
         )
 
