@@ -28,7 +28,7 @@ from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate
 from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.types import Array, Jaxpr
 
-_RESULT = "result"  # the scope of what the function returns
+_RESULT = "result"  # the scope of the results of the function
 _FEW = 8  # outputs without a pair that are shown
 _SUMS_TO_ONE = 1e-3
 _AGREES = 0.02  # the largest relative error of equal numbers in float32
@@ -92,9 +92,9 @@ class Comparison(Report):
         title: the names of the functions.
         band: the relative error up to which two outputs are taken as equal.
         rows: the outputs of modules and scopes that both functions have, in the order of the
-            reference, and what they return, as the scope `result`.
+            reference, and their results, as the scope `result`.
         unpaired: outputs that agree in float32 with none of the other function, those of the
-            reference first: such as scores before a mask, or what one of them computes alone.
+            reference first: such as scores before a mask, or values that only one computes.
         log_probabilities: those among the results, which are at most 0; None without any.
     """
 
@@ -169,11 +169,11 @@ class Comparison(Report):
             yield "\n".join(lines)
 
 
-# --- What leaves the scopes of a program ---
+# --- Outputs of scopes ---
 
 
 class Output(NamedTuple):
-    """What leaves a scope. Outputs of loops have axes for the iterations before the others."""
+    """An array that leaves a scope. In a loop, axes of iterations come before the others."""
 
     scope: str  # the path of a module, and the named scopes in it
     is_backward: bool  # whether a backward pass computes it
@@ -192,7 +192,7 @@ class _Kept(NamedTuple):
 
 
 def _outputs_of(program: Program) -> list[Output]:
-    """Runs a program in float32 and as it is written; returns what leaves its scopes, in order."""
+    """Runs a program in float32 and as it is written; returns the outputs of its scopes."""
     graph = Graph(program)
     kept = list(_leaving(graph))
     arrays, rounding = list(program.arrays), Rounding(LOW_DTYPES)
@@ -201,14 +201,14 @@ def _outputs_of(program: Program) -> list[Output]:
     written = _run(program.jaxpr, kept, rounded, rounding.equation, lambda array: array)
     found = list[Output]()
     for (node, index, scopes), *both in zip(kept, wide[0], written[0], strict=True):
-        what = (node.is_backward, graph.place(node), node.results[index].dtype.name)
+        data = (node.is_backward, graph.place(node), node.results[index].dtype.name)
         numbers = [*map(_in_float32, both)]
-        found += [Output(scope, *what, *numbers) for scope in scopes]
+        found += [Output(scope, *data, *numbers) for scope in scopes]
     for value, *both in zip(graph.outputs, wide[1], written[1], strict=True):
         if is_floating_dtype(value.dtype):
             place = None if value.node is None else graph.place(value.node)
-            what = (_RESULT, False, place, value.dtype.name)
-            found.append(Output(*what, *map(_in_float32, both)))
+            data = (_RESULT, False, place, value.dtype.name)
+            found.append(Output(*data, *map(_in_float32, both)))
     return found
 
 
@@ -376,9 +376,8 @@ def compare(
 
     Compare a full pass with a sampler that has a cache, whose log-probabilities reinforcement
     learning takes to be the same; a model in float32 with one under a policy; or two commits. The
-    report compares what leaves each module and each `jax.named_scope`, and what the functions
-    return. 16-bit results are rounded where the program says so, see
-    `jmpx.inspect.emulate`.
+    report compares the outputs of each module and each `jax.named_scope`, and the results of the
+    functions. 16-bit results are rounded where the program says so, see `jmpx.inspect.emulate`.
 
     Outputs of scopes with the same path are a pair if they agree in float32. Axes of size one are
     ignored, the others may be in any order, and the iterations of a scan or a Python loop are
@@ -476,7 +475,7 @@ def _log_probabilities(results: Sequence[Pair]) -> LogProbabilities | None:
         if not one.wide.size or np.max(one.wide) > 0 or np.min(one.wide) == np.max(one.wide):
             continue
         old, new = (each.written.astype(np.float64) for each in (one, other))
-        with np.errstate(invalid="ignore"):  # both are -inf where nothing can be chosen
+        with np.errstate(invalid="ignore"):  # both are -inf where a choice is impossible
             d = np.where(old == new, 0, new - old)
             p, k3 = np.exp(old), np.where(d == np.inf, np.inf, np.expm1(d) - d)
             is_distribution = old.ndim > 0 and bool(np.all(abs(p.sum(-1) - 1) < _SUMS_TO_ONE))

@@ -1,7 +1,7 @@
 """`emulate`: a function whose 16-bit results are rounded where the program writes them.
 
 Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result
-is cast back, and rounds neither between the operations of a fusion, nor what a product hands to
+is cast back, and rounds neither between the operations of a fusion, nor a product that is read by
 one. Here each equation runs as it was traced, and its 16-bit results are rounded in float32, which
 no compiler leaves out.
 """
@@ -154,7 +154,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = LOW_DTYPES) -> _Func
 
     A 16-bit result equals that of `jax.disable_jit()` to the bit, unless it depends on a float32
     value that a compiler may compute in another order: a sum, or a product and a sum in one. Then
-    a few numbers differ in their last bit, and what reads them by as much. Use it to measure: it
+    a few numbers differ in their last bit, and their readers by as much. Use it to measure: it
     is slower than the function that it emulates.
 
     Args:

@@ -33,7 +33,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, PyTree]
     marks_objects: bool = True  # whether modules in the arguments mark their calls
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
-    with_state: bool = False  # whether the state of NNX objects goes in, and the new one out
+    with_state: bool = False  # whether the state of NNX objects is an input, and a result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Program:
     is_differentiated: bool  # whether it is a loss, with the gradient in its first argument
     has_backward: bool  # whether it holds a backward pass
     policies: dict[str, str]  # of the modules that an adapter ran, by the modules' paths
-    chosen: frozenset[str]  # the paths of those that have their policy by a rule or their class
+    chosen: frozenset[str]  # the paths of modules whose policy is that of a rule or their class
     takers: frozenset[str]  # the public functions whose policy maps take further rules
     call: _Call  # the function, and how it was traced
     gradients: int = 0  # how many of the last results are gradients of a loss
@@ -71,8 +71,8 @@ def traced_program(
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is looked at as it is. A TypeError refuses what is not callable, or compiled,
-    a ValueError a loss without a floating array in its first argument.
+    Any other function is traced as it is. A TypeError refuses an object that is not callable, or
+    compiled, a ValueError a loss without a floating array in its first argument.
     """
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
@@ -91,7 +91,7 @@ def traced_program(
 
 
 def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Program:
-    """Traces a step as it is: the state of NNX objects goes in before its arguments, and out."""
+    """Traces a step as it is: NNX states are its first inputs, new ones its last results."""
     return _traced_program(_Call(step, args, {}, marks_objects=False, with_state=True), False)
 
 

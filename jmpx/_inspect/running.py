@@ -147,14 +147,14 @@ _AS_WRITTEN = {
 }
 # Optimizing takes half of the time to compile, and does not pay for one or two runs.
 _ONCE = _AS_WRITTEN | {"xla_backend_optimization_level": 0}
-# What a compiled function traces when it runs for the first time, or in another context of JAX.
+# The function to trace when a compiled one runs for the first time, or in another context of JAX.
 _traced: contextvars.ContextVar[Callable[..., PyTree]] = contextvars.ContextVar("_traced")
 
 
 class CompileCache:
     """Compiled functions of a jaxpr, kept by its structure, with its constants as operands.
 
-    `jax.grad` or a lambda may trace a step anew: its new jaxpr finds what was compiled before. The
+    `jax.grad` or a lambda may trace a step anew: its new jaxpr finds the compiled function. The
     structures that were used last are kept, without their arrays.
 
     Args:

@@ -93,7 +93,7 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
 
     Args:
         params: the parameters before the step, in the dtype in which they are stored.
-        updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
+        updates: the updates that `optimizer.update` returns: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
 
     Returns:

@@ -130,7 +130,7 @@ def evaluate(
         state: a pytree of arrays.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
-        reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes;
+        reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
         by_site: whether the state is a dict by the keys of sites, of which `watch` changes the
             value of its site alone. A loop then carries only the values of the sites in it, which

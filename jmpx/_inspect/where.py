@@ -1,4 +1,4 @@
-"""Where in a model an operation is: the module or the named scope, and the rule that selects it."""
+"""The module or the named scope of an operation, and the rule that selects it."""
 
 import functools
 import re
@@ -9,13 +9,13 @@ from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE, ROUNDED
 from jmpx._policies.rules import Rule
 
 _OWN = (FULL_PRECISION, RESTORE, ROUNDED)
-# What JAX itself puts into name stacks: the subscripts of an einsum, and the parts of a checkpoint.
+# JAX's own names in name stacks: the subscripts of an einsum, and the parts of a checkpoint.
 _OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
 _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
 
 
 class Where(NamedTuple):
-    """What a scope means to a user."""
+    """The parts of a scope that a user knows."""
 
     path: str  # of the innermost module, and the named scopes inside of it
     module: Module | None  # the innermost one; None outside of modules
@@ -25,7 +25,7 @@ class Where(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def where(scope: str) -> Where:
-    """Returns what a scope means, in which the modules have marks: see `core.scope_of`."""
+    """Returns the parts of a scope whose modules have marks: see `core.scope_of`."""
     scope, _ = split_policy(scope)
     parts = scope.split("/") if scope else []
     module, start = None, 0
@@ -51,7 +51,7 @@ def selector(scope: str) -> str | None:
     """Returns a selector of policy map rules that matches a scope; None if none does.
 
     The module's path is tried first, then its class. Outside of modules it is the named scope,
-    which `jmpx.autocast` matches and no other road does.
+    which only rules of `jmpx.autocast` match.
     """
     path, module, names, _ = where(scope)
     text = names if module is None else module.path

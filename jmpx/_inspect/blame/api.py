@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from jmpx._inspect.where import where
 from jmpx._jaxprs.core import Array
 from jmpx._jaxprs.places import Place
 from jmpx._scales.mixed_precision import MixedPrecisionLike
+
+Function: TypeAlias = Callable[..., PyTree]
+Batches: TypeAlias = Sequence[tuple[PyTree, ...]]  # each the arguments of the function
 
 WAYS = ("modules", "scopes", "lines")
 _KINDS = ("gradients", "results")
@@ -99,7 +102,7 @@ class Blame(Report):
             The blame itself.
 
         Raises:
-            AssertionError: if the check fails, also under `python -O`: it names what has the
+            AssertionError: if the check fails, also under `python -O`: it names the row with the
                 largest share.
         """
         if self.error <= at_most:
@@ -115,8 +118,8 @@ class Blame(Report):
         """Returns what has changed since another blame, as a table, the largest change first.
 
         Args:
-            before: the other one, or its `to_dict()`, such as `json.load` of what another commit
-                wrote.
+            before: the other one, or its `to_dict()`, such as `json.load` of a file that another
+                commit wrote.
         """
         old = before.to_dict() if isinstance(before, Blame) else before
         errors = {row["name"]: row["error"] for row in old["rows"]}
@@ -192,7 +195,7 @@ class Blame(Report):
             yield f"* measured by two runs: it alone rounds, and it alone does not{why}"
 
 
-# --- Runs, and what they found ---
+# --- The runs ---
 
 
 def blame(
@@ -280,10 +283,7 @@ def check_kind(of: object) -> None:
 
 
 def blamed_runs(
-    func: Callable[..., PyTree],
-    policy: MixedPrecisionLike | None,
-    batches: Sequence[tuple[PyTree, ...]],
-    with_gradient: bool = True,
+    func: Function, policy: MixedPrecisionLike | None, batches: Batches, with_gradient: bool = True
 ) -> tuple[Program, Runs]:
     """Traces a function under a policy; returns its program and its runs on the batches."""
     if not batches:
@@ -300,7 +300,7 @@ def blamed_runs(
     program = traced_program(applied, batches[0], None, with_gradient)
     # A constant that was traced in 16 bits is rounded in both runs of one program.
     exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
-    runs = runs_of(program, exact_batches(func, exact, batches, with_gradient))
+    runs = runs_of(program, _exact(func, exact, batches, with_gradient))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
         fewer = "16 bits" if runs.points.wide == np.float32 else "less than float64"
@@ -312,22 +312,14 @@ def blamed_runs(
 
 
 def runs_of(
-    program: Program,
-    batches: Sequence[Batch],
-    measure: Measure = relative,
-    runs_often: bool = True,
+    program: Program, batches: Sequence[Batch], measure: Measure = relative, runs_often: bool = True
 ) -> Runs:
     """Returns the runs of a program on batches."""
     compiled = CompileCache(program.jaxpr, runs_often)
     return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
 
 
-def exact_batches(
-    func: Callable[..., PyTree],
-    program: Program,
-    batches: Sequence[tuple[PyTree, ...]],
-    with_gradient: bool,
-) -> list[Batch]:
+def _exact(func: Function, program: Program, batches: Batches, with_gradient: bool) -> list[Batch]:
     """Returns the arrays of batches, and the results of a function on them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
     compiled = CompileCache(program.jaxpr)
@@ -352,7 +344,7 @@ def exact_batches(
     return found
 
 
-def _nonfinite(func: Callable[..., PyTree], batch: tuple[PyTree, ...], precision: str) -> str:
+def _nonfinite(func: Function, batch: tuple[PyTree, ...], precision: str) -> str:
     """Returns the sentence about results that are not finite, with the operation that made them."""
     first, by = first_nonfinite(func)(*batch), ""
     if first is not None:

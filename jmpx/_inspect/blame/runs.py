@@ -1,4 +1,4 @@
-"""Runs of a program in float32 that round at chosen points, and what each rounding costs."""
+"""Runs of a program in float32 that round at chosen points, and the cost of each rounding."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _FEW = 64  # numbers in the results, for which one random direction says too lit
 _DIRECTIONS = 8
 _LEAST = 0.01  # the share from which a group is worth a run of its own
 _SIGNS = np.array([-1, 1], np.float32)
-_ADDS_UP = (0.75, 1.25)  # beyond it, first order does not tell what makes the error
+_ADDS_UP = (0.75, 1.25)  # beyond it, first order does not explain the error
 MOST = 32  # groups that are measured by such runs
 
 
@@ -113,7 +113,7 @@ class Points:
         errors: Errors,
         slots: dict[SiteKey, Slot],
     ) -> list[Array]:
-        """Runs the program in float32; the cotangents of the slots are what the errors cost."""
+        """Runs the program in float32; the cotangents of the slots are the costs of the errors."""
 
         def step(
             state: PyTree, site: Site, operands: list[Array], trips: Trips
@@ -213,7 +213,7 @@ def size_of(points: Sequence[Point]) -> int:
     return sum(math.prod((*point.lengths, *point.shape)) for point in points)
 
 
-# --- What the points cost ---
+# --- The costs of the points ---
 
 
 class Batch(NamedTuple):
@@ -224,7 +224,7 @@ class Batch(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What groups of sites cost.
+    """The costs of groups of sites.
 
     Attributes:
         squared: the mean over batches of the squared error, relative to the results.

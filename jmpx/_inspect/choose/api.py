@@ -181,8 +181,8 @@ def choose(
 ) -> Callable[..., Choice]:
     """Finds the policy string with the fewest parts in float32 that keeps the error within a bound.
 
-    Modules and scopes are ordered by what their roundings cost (see `jmpx.inspect.blame`), then the
-    operations outside of them. One compiled program, whose mask says what rounds, tries sets of
+    Modules and scopes are ordered by the cost of their roundings (see `jmpx.inspect.blame`), then
+    the operations outside of them. One compiled program, which rounds as a mask says, tries sets of
     them. A part is taken if it lowers the error by more than batches differ by chance. At most
     ten strings are then run and compiled as written, so no number in the report is an
     estimate. Strings that overflow, or that JAX refuses, are left out and named in the notes.
@@ -195,7 +195,7 @@ def choose(
         make_step: as for `jmpx.inspect.plan`: the step whose memory counts. None is the gradient
             of `func` on one of the batches, without an optimizer.
         chip: the chip for whose memory the strings are compiled, as for `jmpx.inspect.plan`; None
-            counts what the trace keeps for the backward pass.
+            counts the bytes that the trace keeps for the backward pass.
         of: `"gradients"`, or `"results"` for the value of a loss, as for `jmpx.inspect.blame`.
         metric: a function of two lists of arrays, the gradients or results with roundings and those
             of float32, that returns the error, a number: 0 if there is none.

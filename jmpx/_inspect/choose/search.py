@@ -24,12 +24,12 @@ from jmpx._policies.rules import Rule
 
 _MOST = 24  # islands; with more, layers that are alike are one
 _OWN = 0.5  # the part of its share that an island has outside of the islands inside of it
-_CAST = "convert_element_type"  # no rule changes what only casts
+_CAST = "convert_element_type"  # no rule changes an equation that only casts
 _TRIED = 8  # islands of the largest shares, of which the best one is taken
 _MARGIN = 0.02  # the least part of the squared error that an island takes away
 _TINY = 1e-30  # stands for a squared error of 0
 _AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
-_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most ten
+_SETS = 4  # strings from no rule to all; with float32, and others on trial, at most ten
 
 
 # --- Islands ---
@@ -280,31 +280,23 @@ def new_search(
 # --- Policy strings ---
 
 
+@dataclasses.dataclass(eq=False)
 class Strings:
-    """Policy strings, and the errors of those that were run as they are written.
+    """Policy strings, and the errors of those that were run as they are written."""
 
-    Args:
-        func: the function.
-        batch: the first batch, with which it is traced.
-        program: the program under the policy that was given.
-        runs: the runs of this program.
-        base: the policy that was given.
-        given: its string.
-    """
+    func: Callable[..., PyTree]
+    batch: tuple[PyTree, ...]  # with which the function is traced
+    program: Program  # under the policy that was given
+    runs: Runs  # of this program
+    base: PolicyMap  # the policy that was given
+    given: str  # its string
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # why JAX refuses a string
 
-    def __init__(
-        self,
-        func: Callable[..., PyTree],
-        batch: tuple[PyTree, ...],
-        program: Program,
-        runs: Runs,
-        base: PolicyMap,
-        given: str,
-    ) -> None:
-        self.func, self.batch, self.program, self.runs = func, batch, program, runs
-        self.base, self.given, self.wide = base, given, f"by={base.by},f32" if base.by else "f32"
-        self.errors: dict[str, float] = {}
-        self.failures: dict[str, str] = {}  # why JAX does not trace the function under a string
+    @property
+    def wide(self) -> str:
+        """The string of float32."""
+        return f"by={self.base.by},f32" if self.base.by else "f32"
 
     def error(self, text: str) -> float:
         """Returns the root mean square of the error under a policy string, and keeps it.
@@ -337,8 +329,8 @@ class Strings:
     def _traced(self, text: str) -> Program:
         applied = apply_policy(self.func, text)
         with warnings.catch_warnings():
-            # The trace under the policy that was given has given each warning; a string that is
-            # tried is not the user's, such as `save=products` for what is under `jax.checkpoint`.
+            # The trace under the user's policy has given each warning. Others would be about
+            # strings on trial, as `save=products` in a function that has a `jax.checkpoint`.
             warnings.simplefilter("ignore")
             return traced_program(applied, self.batch, None, self.program.is_differentiated)
 
@@ -351,7 +343,7 @@ class Strings:
         return step, tuple(shapes)
 
     def notes(self, what: str) -> list[str]:
-        """Returns sentences about strings that have no error: they are left out."""
+        """Returns sentences about the strings that are left out."""
         left_out = [text for text, error in self.errors.items() if math.isinf(error)]
         infinite = [text for text in left_out if text not in self.failures]
         refused = [text for text in left_out if text in self.failures]

@@ -106,7 +106,7 @@ class Ranges(Report):
 
         Args:
             dtype: `float16`, `bfloat16`, `float8_e4m3fn` or `float8_e5m2`.
-            scale: what the numbers are multiplied by, a power of two, such as a loss scale.
+            scale: a factor of the numbers, a power of two, such as a loss scale.
             kind: `gradients` or `activations`.
             scope: a scope or a selector, see `histogram`; None for all.
 
@@ -312,14 +312,14 @@ def _draw(axes: "Axes", kind: str, histogram: Histogram, shift: int) -> None:
 def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     """Runs a train step once in float32, and shows how large and how small its numbers are.
 
-    Even what was traced in 16 or 8 bits runs in float32: casts in the function, in its policies
-    and in autocast have no effect. The numbers that each operation computes are counted by
+    Operations that were traced in 16 or 8 bits run in float32, too: casts in the function, in its
+    policies and in autocast have no effect. The numbers that each operation computes are counted by
     exponent, also in loops, for each module or `jax.named_scope`, activations and gradients apart.
-    So the report has exactly what float16, bfloat16 and the 8-bit formats would lose, for any loss
+    So the report has the exact losses of float16, bfloat16 and the 8-bit formats, for any loss
     scale. Operations that only move numbers, such as reshapes, do not count, nor does a single
-    number outside of modules and scopes, such as the loss. What `jax.checkpoint` computes again
-    counts as activations, both times; all else in a backward pass counts as gradients, even where a
-    `jax.custom_vjp` computes activations again.
+    number outside of modules and scopes, such as the loss. Numbers that `jax.checkpoint` computes
+    again count as activations, both times; all others in a backward pass count as gradients, even
+    where a `jax.custom_vjp` computes activations again.
 
     A program is compiled once with its counts, also for later calls of a step that does the same. A
     large program runs operation by operation, and its loops are compiled with their counts, in each

@@ -209,7 +209,7 @@ class Range:
 _MOVES = IDENTITIES | PLACEMENTS | RESHAPES | (PICKS - {"gather"}) | JOINS | EXCHANGES
 _MOVES |= {"convert_element_type"}
 _OF_ONE_NUMBER = IDENTITIES | RESHAPES | {"convert_element_type", "neg"}  # keep it, up to its sign
-_RECOMPUTED = "rematted_computation"  # what JAX calls the recomputed part of a checkpoint
+_RECOMPUTED = "rematted_computation"  # JAX's scope of the recomputed part of a checkpoint
 
 
 class Rows:
@@ -337,7 +337,7 @@ def _counts(
 
 def _joined(arrays: Sequence[Array]) -> Array:
     joined = jnp.concatenate([jnp.reshape(array, -1) for array in arrays])
-    # Without the barrier, XLA compiles what reads the numbers once for each array.
+    # Without the barrier, XLA compiles the readers of the numbers once for each array.
     return lax.optimization_barrier(joined)
 
 
