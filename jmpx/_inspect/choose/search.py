@@ -280,7 +280,7 @@ def new_search(
 # --- Policy strings ---
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Strings:
     """Policy strings, and the errors of those that were run as they are written."""
 
