@@ -220,8 +220,7 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
 
 
 @pytest.mark.parametrize(
-    ("params", "options"),
-    [(BF16, {"policy": "by=arguments,full"}), (F16, {"policy": "by=arguments,c=bf16"})],
+    ("params", "policy"), [(BF16, "by=arguments,full"), (F16, "by=arguments,c=bf16")]
 )
 @in_16_bits
 def test_their_gradients_are_summed_in_float32_and_rounded_once(params, policy, rng):
