@@ -6,103 +6,10 @@ classes of results and states, `jmpx.mpx` speaks MPX's words, `jmpx.flags` absl'
 `jmpx.haiku`, `jmpx.equinox` and `jmpx.flax` are for modules of these frameworks.
 """
 
-from typing import TYPE_CHECKING
+# These add parts to the keys of JAX's caches, which have to be there before the first trace.
+from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
+from jmpx._base.public import public_names
+from jmpx._jaxprs import extend as _extend  # noqa: F401
 
-if TYPE_CHECKING:
-    from jmpx import (
-        distributed as distributed,
-        equinox as equinox,
-        flags as flags,
-        flax as flax,
-        haiku as haiku,
-        inspect as inspect,
-        mpx as mpx,
-        optim as optim,
-        types as types,
-    )
-    from jmpx._adapters.applying import apply_policy as apply_policy
-    from jmpx._adapters.function_casts import force_full_precision as force_full_precision
-    from jmpx._autocast import autocast as autocast
-    from jmpx._base.casts import (
-        cast_to_full as cast_to_full,
-        cast_to_half as cast_to_half,
-        cast_tree as cast_tree,
-    )
-    from jmpx._base.dtypes import half_dtype as half_dtype
-    from jmpx._base.trees import all_finite as all_finite, select_tree as select_tree
-    from jmpx._devices.shards import Over as Over
-    from jmpx._jaxprs.scopes import full_precision as full_precision
-    from jmpx._policies.map_strings import get_policy_map as get_policy_map
-    from jmpx._policies.maps import PolicyMap as PolicyMap
-    from jmpx._policies.policy import Policy as Policy
-    from jmpx._policies.registry import (
-        clear_policy as clear_policy,
-        current_policy as current_policy,
-        policy_of as policy_of,
-        push_policy as push_policy,
-        set_policy as set_policy,
-    )
-    from jmpx._policies.strings import get_policy as get_policy
-    from jmpx._remat.remat import remat as remat
-    from jmpx._scales.kinds import (
-        DynamicLossScale as DynamicLossScale,
-        LossScale as LossScale,
-        NoOpLossScale as NoOpLossScale,
-        StaticLossScale as StaticLossScale,
-    )
-    from jmpx._scales.mixed_precision import (
-        MixedPrecision as MixedPrecision,
-        get_mixed_precision as get_mixed_precision,
-    )
-    from jmpx._scales.strings import get_loss_scale as get_loss_scale
-    from jmpx._steps.batches import Batch as Batch
-    from jmpx._steps.gradient import (
-        grad as grad,
-        value_and_grad as value_and_grad,
-    )
-    from jmpx._steps.metrics import metrics as metrics
-    from jmpx._steps.optimizer import (
-        optimizer_update as optimizer_update,
-        skip_nonfinite as skip_nonfinite,
-    )
-
-    __all__: tuple[str, ...]
-else:
-    # These add parts to the keys of JAX's caches, which have to be there before the first trace.
-    from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
-    from jmpx._base.later import later
-    from jmpx._base.of_0_2 import find_names_of_0_2
-    from jmpx._jaxprs import extend as _extend  # noqa: F401
-
-    find_names_of_0_2()
-
-    __getattr__, __dir__, __all__ = later(
-        __name__,
-        {
-            "_adapters.applying": "apply_policy",
-            "_autocast": "autocast",
-            "_steps.batches": "Batch",
-            "_base.casts": "cast_to_full cast_to_half cast_tree",
-            "_base.dtypes": "half_dtype",
-            "_adapters.function_casts": "force_full_precision",
-            "_steps.gradient": "grad value_and_grad",
-            "_scales.kinds": "DynamicLossScale LossScale NoOpLossScale StaticLossScale",
-            "_scales.strings": "get_loss_scale",
-            "_steps.metrics": "metrics",
-            "_scales.mixed_precision": "MixedPrecision get_mixed_precision",
-            "_steps.optimizer": "optimizer_update skip_nonfinite",
-            "_policies.policy": "Policy",
-            "_policies.map_strings": "get_policy_map",
-            "_policies.maps": "PolicyMap",
-            "_policies.strings": "get_policy",
-            "_remat.remat": "remat",
-            "_policies.registry": "clear_policy current_policy policy_of push_policy set_policy",
-            "_jaxprs.scopes": "full_precision",
-            "_devices.shards": "Over",
-            "_base.trees": "all_finite select_tree",
-        },
-        rooms=dict.fromkeys(("distributed", "inspect", "mpx", "optim", "types"), "")
-        | {"equinox": "equinox", "flags": "absl", "flax": "flax", "haiku": "haiku"},
-    )
-
+__getattr__, __dir__ = public_names(__name__, __file__)
 __version__ = "0.3.0"

@@ -21,7 +21,7 @@ CHAPTERS = {
     ],
     "Scale up": ["sharding", "storage", "checkpoints"],
     "Coming from": [
-        *("coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2", "migrate"),
+        *("coming_from_jmp", "coming_from_torch", "coming_from_others", "migrate"),
     ],
     "More": [],
     "Reference": ["reference/index", "results", "errors", "messages", "cost", "reliability"],

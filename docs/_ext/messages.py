@@ -32,7 +32,7 @@ SUBJECTS = {
     "_base/contexts": ("A function under a policy", "which_way"),
     "_base/mappings": ("Policies and policy maps", "policies"),
     "_base/matmul": ("Policies and policy maps", "policies"),
-    "_base/moved": ("Names from jmpx 0.2", "from_0.2"),
+    "_base/public": ("Names that are elsewhere", "coming_from_others"),
     "_base/stateful": ("Flax NNX", "flax_nnx"),
     "_cli": ("The command line", "flags"),
     "_devices": ("Micro-batches and devices", "sharding"),

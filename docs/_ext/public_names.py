@@ -14,7 +14,7 @@ from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(?:with |@)?(jmpx(?:\.[A-Za-z]\w*)+)(?:\(.*\):?)?$", re.DOTALL)
-_OLD = ("project/", "from_0.2", "migrate")  # have names of the past
+_OLD = ("project/", "migrate")  # have names of the past
 
 
 def is_public(name: str) -> bool:

@@ -143,7 +143,7 @@ def apply_policy(
 class Application(NamedTuple):
     """How a function runs under a policy map."""
 
-    policy_map: PolicyMap | None  # None runs the function as it is
+    policy_map: PolicyMap
     func: Function
     uncast: UncastArguments
     name: str  # the function that applies the map, as the user calls it
@@ -176,11 +176,11 @@ class Application(NamedTuple):
     @property
     def reduce_dtype(self) -> DTypeLike | None:
         """The dtype in which gradients are summed over devices; None means their own."""
-        return None if self.policy_map is None else self.policy_map.default.reduce_dtype
+        return self.policy_map.default.reduce_dtype
 
     def products(self) -> AbstractContextManager[object]:
         """Returns the context in which the default policy computes; see `computing`."""
-        if self.policy_map is None or self.policy_map.way == "modules":
+        if self.policy_map.way == "modules":
             return contextlib.nullcontext()
         return computing(self.policy_map.default)
 
@@ -188,7 +188,7 @@ class Application(NamedTuple):
     def creation(self) -> Iterator[None]:
         """Has `init` create parameters in the same dtypes in each way."""
         with contextlib.ExitStack() as stack:
-            if self.policy_map is not None and self.policy_map.way != "modules":
+            if self.policy_map.way != "modules":
                 value = Creation(self.policy_map.default, self.policy_map.way == "arguments")
                 for hook in filter(None, [adapter.creation for adapter in imported_adapters()]):
                     stack.enter_context(entered(Context(_NAME, value, value, hook)))
@@ -196,8 +196,6 @@ class Application(NamedTuple):
 
     def run(self, pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
         """Runs the function, as a pure one of the state of the objects among its arguments."""
-        if self.policy_map is None:
-            return pure(state, *args, **kwargs)
         ways = {
             "arguments": self._by_arguments,
             "modules": self._by_modules,

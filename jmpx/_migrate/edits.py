@@ -12,10 +12,8 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import RemoveImportsVisitor
 from libcst.metadata import MetadataWrapper
 
-from jmpx._migrate import moves
 from jmpx._migrate.imports import Imports
-from jmpx._migrate.marks import CLASS, MODULES, OTHER_CLASS, first_word
-from jmpx._migrate.names import Uses, names_in
+from jmpx._migrate.names import CLASS, MODULES, OTHER_CLASS, Uses, first_word, names_in, new_name
 from jmpx._migrate.scales import Scales
 
 COMMENT = "# jmpx migrate: "
@@ -156,7 +154,7 @@ class _Edits(Imports, Scales):
             self.mark(node, OTHER_CLASS)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
-        """Rewrites dotted names, such as `jmpx.audit` and `hk.mixed_precision.set_policy`."""
+        """Rewrites dotted names, such as `hk.mixed_precision.set_policy`."""
         for old in self.imports(original_node):
             self._handed_on(old, original_node)
         old = self.imported(original_node)
@@ -164,28 +162,20 @@ class _Edits(Imports, Scales):
             for each in self.imports(original_node):
                 self._two_bindings(each, original_node)
             return self._of_a_scale(original_node, updated_node)
-        new = moves.new_name(old)
-        if new is None:
-            if words := moves.unknown(old):
-                self.mark(original_node, words)
-            return updated_node
-        if old.startswith(("jmp.", "mpx.")):
+        new = new_name(old)
+        if new is None or old.startswith(("jmp.", "mpx.")):
             return updated_node  # the import and the name of the module are rewritten
-        root = "jmpx"
-        if old.startswith("jmpx."):
-            root = first_word(original_node)
-        elif self._facts.taken or old == CLASS and not self._facts.scales:
+        if self._facts.taken or old == CLASS and not self._facts.scales:
             self.mark(original_node, f"write {new} for {old}")
             return updated_node
-        else:
-            self.needs_jmpx = True
-            self._leave_unused(original_node, old.rpartition(".")[0])
+        self.needs_jmpx = True
+        self._leave_unused(original_node, old.rpartition(".")[0])
         self.count += 1
-        return cst.parse_expression(root + new.removeprefix("jmpx"))
+        return cst.parse_expression(new)
 
     def _two_bindings(self, old: str, node: cst.Attribute) -> None:
         """Marks a name that may be of an import, and may be another one."""
-        new = moves.new_name(old)
+        new = new_name(old)
         if new and not old.startswith(("jmp.", "mpx.")):
             self.mark(node, f"write {new} for {old}")
 
@@ -196,8 +186,6 @@ class _Edits(Imports, Scales):
         old = self.imported(original_node.func) or ""
         if old == CLASS and self._facts.scales:
             return self._dynamic_loss_scale(original_node, updated_node)
-        if old.startswith("jmpx.") and not old.startswith("jmpx.mpx."):
-            return self._call_of_0_2(old, original_node, updated_node)
         return updated_node
 
     def leave_SimpleString(

@@ -8,9 +8,7 @@ import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import GlobalScope
 
-from jmpx._migrate import moves
-from jmpx._migrate.marks import CLASS, MODULES, Marks, first_word
-from jmpx._migrate.names import Facts
+from jmpx._migrate.names import CLASS, MODULES, Facts, Marks, first_word, new_name
 
 _WRITE_CLASS = "write jmpx.DynamicLossScale for DynamicScale"
 
@@ -88,9 +86,7 @@ class Imports(Marks):
         """Returns the module where a name is now, and the import of it there."""
         name = get_full_name_for_node(alias.name) or ""
         old = f"{module}.{name}"
-        new = moves.new_name(old)
-        if new is None and (words := moves.unknown(old)):
-            self.mark(node, words)
+        new = new_name(old)
         if old == CLASS and not self._facts.scales:
             self.mark(node, _WRITE_CLASS)
             new = None

@@ -1,16 +1,19 @@
-"""To which imports the names of a module are bound."""
+"""What a module says of its names: to which import each is bound, and what takes its place."""
 
 import ast
 import collections
 import dataclasses
+import importlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import (
     ExpressionContext,
     ExpressionContextProvider,
+    FunctionScope,
     GlobalScope,
     ParentNodeProvider,
     PositionProvider,
@@ -21,9 +24,37 @@ from libcst.metadata import (
 )
 from libcst.metadata.scope_provider import BaseAssignment, ImportAssignment
 
-from jmpx._migrate import moves
+MODULES = ("haiku.mixed_precision", "flax.training.dynamic_scale")  # whose names are in jmpx now
+CLASS = f"{MODULES[1]}.DynamicScale"
+OTHER_CLASS = "jmpx.DynamicLossScale has other arguments and attributes than DynamicScale"
+_JMP = """
+    DynamicLossScale LossScale NoOpLossScale Policy StaticLossScale all_finite cast_to_full
+    cast_to_half get_policy half_dtype select_tree
+""".split()
+_HAIKU = "clear_policy current_policy push_policy set_policy".split()
+_MOVED = {
+    **{f"jmp.{name}": f"jmpx.{name}" for name in _JMP},
+    **{f"haiku.mixed_precision.{name}": f"jmpx.{name}" for name in _HAIKU},
+    "haiku.mixed_precision.get_policy": "jmpx.policy_of",
+    CLASS: "jmpx.DynamicLossScale",
+}
+# Arguments of Flax's DynamicScale, and what they are called here.
+DYNAMIC_SCALE = {
+    "backoff_factor": "backoff_factor",
+    "fin_steps": "counter",
+    "growth_factor": "factor",
+    "growth_interval": "period",
+    "minimum_scale": "min_loss_scale",
+    "scale": "loss_scale",
+}
 
-DYNAMIC_SCALE = "flax.training.dynamic_scale"
+
+def new_name(old: str) -> str | None:
+    """Returns the dotted name that takes the place of `old`; None if that stays, or is unknown."""
+    module, _, name = old.rpartition(".")
+    if module == "mpx" and name in importlib.import_module("jmpx.mpx").__all__:
+        return f"jmpx.{old}"
+    return _MOVED.get(old)
 
 
 class Names(cst.CSTTransformer):
@@ -138,7 +169,7 @@ class Uses(Names):
     def facts(self) -> Facts:
         """Returns what was found."""
         known = {
-            package: sorted(name for name in names if moves.new_name(name))
+            package: sorted(name for name in names if new_name(name))
             for package, names in self._names.items()
         }
         foreign = {
@@ -176,7 +207,7 @@ class Uses(Names):
         self._taken |= bound == "jmpx" and not plain
         whole = f"{module}.{name}" if module else name
         self._flax |= whole.partition(".")[0] == "flax"
-        if _within(whole, DYNAMIC_SCALE):
+        if _within(whole, MODULES[1]):
             self._scales = True
             self._unsure |= not self._only_imports(self.scope(alias), bound)
 
@@ -208,14 +239,14 @@ class Uses(Names):
         for name in self.imports(node):
             if name.count(".") == 1:
                 self._use(name)
-            if _within(name, DYNAMIC_SCALE):
+            if _within(name, MODULES[1]):
                 self._scales = True
                 self._unsure |= self.imported(node) is None
         self._given(node)
 
     def _given(self, node: cst.Name | cst.Attribute) -> None:
         """Collects the words to which a statement with a DynamicScale assigns it."""
-        if f"{DYNAMIC_SCALE}.DynamicScale" not in self.imports(node):
+        if CLASS not in self.imports(node):
             return
         for each in self.above(node):
             targets: list[cst.CSTNode | None] = []
@@ -285,3 +316,112 @@ def _root(node: cst.CSTNode) -> cst.Name | None:
 
 def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
+
+
+# Which uses of a variable each of its definitions reaches
+
+_Assigns = dict[cst.CSTNode, cst.Assign]
+_BLOCKS = (cst.Module, cst.IndentedBlock, cst.SimpleStatementLine, cst.SimpleStatementSuite)
+_REPEATS = (cst.For, cst.While, cst.Try, cst.TryStar)  # a part may run after any other part
+
+
+class Definitions(Names):
+    """Knows the uses of a definition such as `grad_fn = ...`, if each of them is certain."""
+
+    def __init__(self, names: dict[str, list[cst.Name]]) -> None:
+        super().__init__()
+        self._names = names
+
+    def uses_of(self, name: str, scope: Scope) -> dict[cst.Assign, list[cst.Name]]:
+        """Returns the uses of each definition of a name; empty if one of them is not certain.
+
+        Certain is a use behind a definition in the same block or in one around it, with no other
+        definition that may run in between. A function inside may use a name with one definition.
+        """
+        names = [each for each in self._names.get(name, ()) if self._binds(each, scope)]
+        targets: dict[cst.Name, cst.Assign] = {}
+        for each in names:
+            assign = self._assign(each)
+            if assign is not None:
+                targets[each] = assign
+        found: dict[cst.Assign, list[cst.Name]] = {assign: [] for assign in targets.values()}
+        known = isinstance(scope, FunctionScope | GlobalScope) and len(targets) == len(
+            {*scope[name]}
+        )
+        if not known or any(self.scope(each) is not scope for each in targets):
+            return {}
+        around = {node: a for a in found for node in (a, *self.above(a))}
+        for each in names:
+            if each in targets:
+                continue
+            if not self.is_use(each):
+                return {}
+            inside = self.scope(each) is scope
+            only = next(iter(found)) if len(found) == 1 and not inside else None
+            definition = self._before(each, around) if inside else only
+            if definition is None:
+                return {}
+            found[definition].append(each)
+        return found
+
+    def _binds(self, name: cst.Name, scope: Scope) -> bool:
+        own = self.scope(name)
+        return own is None or any(a.scope is scope for a in self.bindings(name, name.value))
+
+    def _assign(self, name: cst.Name) -> cst.Assign | None:
+        """Returns the assignment whose only target is a name."""
+        above = self.above(name)
+        target, assign = next(above), next(above, None)
+        if isinstance(target, cst.AssignTarget) and isinstance(assign, cst.Assign):
+            return assign if len(assign.targets) == 1 else None
+        return None
+
+    def _before(self, use: cst.CSTNode, around: _Assigns) -> cst.Assign | None:
+        """Returns the definition that reaches a use for certain."""
+        node: Any = use
+        for parent in self.above(use):
+            if isinstance(parent, _BLOCKS):
+                earlier = parent.body[: [*parent.body].index(node)]
+                near = [each for each in earlier if each in around]
+                if near:
+                    return self._direct(near[-1])
+            if isinstance(parent, cst.FunctionDef | cst.Lambda | cst.ClassDef):
+                return None
+            if isinstance(parent, _REPEATS) and parent in around:
+                return None
+            node = parent
+        return None
+
+    def _direct(self, node: cst.CSTNode) -> cst.Assign | None:
+        """Returns the last assignment of a simple statement; None for one with blocks inside."""
+        if isinstance(node, cst.SimpleStatementLine):
+            found = [each for each in node.body if isinstance(each, cst.Assign)]
+            return found[-1] if len(node.body) == 1 else None
+        return node if isinstance(node, cst.Assign) else None
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Returns the node around a node."""
+        return next(self.above(node))
+
+
+class Marks(Definitions):
+    """Collects marks: lines, and what to write there."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts.names)
+        self.count = 0
+        self.marks: list[tuple[int, str]] = []
+        self.needs_jmpx = False
+        self._facts = facts
+
+    def mark(self, node: cst.CSTNode, words: str) -> None:
+        """Notes what is left to do, at the statement of a node."""
+        statement: Any = node
+        while not isinstance(statement, cst.BaseStatement):
+            statement = self.get_metadata(ParentNodeProvider, statement)
+        place: Any = self.get_metadata(PositionProvider, statement)
+        self.marks.append((place.start.line, words))
+
+
+def first_word(node: cst.CSTNode) -> str:
+    return (get_full_name_for_node(node) or "").partition(".")[0]

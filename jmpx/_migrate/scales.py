@@ -7,10 +7,7 @@ import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import Scope
 
-from jmpx._migrate import moves
-from jmpx._migrate.calls import Calls, argument, named, with_args
-from jmpx._migrate.marks import CLASS, OTHER_CLASS
-from jmpx._migrate.names import Facts
+from jmpx._migrate.names import CLASS, DYNAMIC_SCALE, OTHER_CLASS, Facts, Marks
 
 _WRITE_STEP = (
     "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad(loss_fn, "
@@ -20,7 +17,7 @@ _VALUE_AND_GRAD = m.Call(m.Attribute(attr=m.Name("value_and_grad")))
 _FOUR = m.Assign([m.AssignTarget(m.Tuple([m.Element()] * 4))])
 
 
-class Scales(Calls):
+class Scales(Marks):
     """Rewrites DynamicScale, its numbers, and `value_and_grad`, whose results change places."""
 
     def __init__(self, facts: Facts) -> None:
@@ -107,7 +104,7 @@ class Scales(Calls):
             return updated
         if word == "replace" and called and kind is not False and known:
             self.mark(original, OTHER_CLASS)
-        new = moves.DYNAMIC_SCALE.get(word)
+        new = DYNAMIC_SCALE.get(word)
         if called or new in (None, word) or kind is False:
             return updated
         if kind is None:
@@ -120,11 +117,11 @@ class Scales(Calls):
     def _dynamic_loss_scale(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         """Renames the arguments of a DynamicScale, which begins at 65536."""
         given = [each.keyword.value if each.keyword else None for each in updated.args]
-        if not all(name in moves.DYNAMIC_SCALE for name in given):
+        if not all(name in DYNAMIC_SCALE for name in given):
             self.mark(original, "write the arguments of jmpx.DynamicLossScale by name")
             return updated
         args = [
-            each.with_changes(keyword=cst.Name(moves.DYNAMIC_SCALE[each.keyword.value]))
+            each.with_changes(keyword=cst.Name(DYNAMIC_SCALE[each.keyword.value]))
             for each in updated.args
             if each.keyword
         ]
@@ -236,3 +233,29 @@ def _targets(node: cst.BaseExpression) -> tuple[set[str], set[str]]:
         parts = [_targets(each.value) for each in node.elements]
         return set().union(*(p[0] for p in parts)), set().union(*(p[1] for p in parts))
     return set(), {cst.ensure_type(each, cst.Name).value for each in m.findall(node, m.Name())}
+
+
+def named(argument: cst.Arg, name: str) -> bool:
+    return argument.keyword is not None and argument.keyword.value == name
+
+
+def argument(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """Returns `name=value`, or `value` without a name."""
+    if not name:
+        return cst.Arg(value)
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(value, cst.Name(name), equal)
+
+
+def plain(argument: cst.Arg) -> cst.Arg:
+    """Returns an argument without the line break and the comma behind it."""
+    empty = cst.SimpleWhitespace("")
+    return argument.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=empty)
+
+
+def with_args(call: cst.Call, args: list[cst.Arg]) -> cst.Call:
+    """Returns a call with other arguments, whose last one ends as the last one did."""
+    end = call.args[-1]
+    args = [plain(each) if each is end else each for each in args]
+    args[-1] = args[-1].with_changes(comma=end.comma, whitespace_after_arg=end.whitespace_after_arg)
+    return call.with_changes(args=args)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
+from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
@@ -21,8 +22,7 @@ from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters
 from jmpx._steps.batches import positions_of
 from jmpx._steps.microbatches import Backward, accumulate
 from jmpx._steps.model_state import kept_if_finite
-from jmpx._steps.options import Options
-from jmpx._steps.results import ValueAndGradients
+from jmpx._steps.options import Options, ValueAndGradients
 from jmpx._steps.widening import value_and_wide_gradients
 
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def differentiate(
     stored, merge = split_parameters(args)
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     options.check_overwritten(args[0])
-    params = widened(stored, options.grad_dtype) if options.is_mixed else stored
+    params = widened(stored, options.grad_dtype)
     application = options.applied()
     options.check_stored(application.policy_map, stored, args[0])
     old_state = options.model_state.get(args)
@@ -49,12 +49,10 @@ def differentiate(
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
         checked = None  # the last cast may overflow
-    grads_finite, new_scaling = jnp.array(True), options.scaling
-    if options.is_mixed:
-        grads_finite = all_finite(grads if checked is None else checked, axes or None)
-        new_scaling = options.scaling.adjust(grads_finite)
+    grads_finite = all_finite(grads if checked is None else checked, axes or None)
+    new_scaling = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
-    if options.is_mixed and not isinstance(options.scaling, NoOpLossScale):
+    if not isinstance(options.scaling, NoOpLossScale):
         updates = kept_if_finite(grads_finite, updates, updates.stored(with_random=False))
         model_state = kept_if_finite(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
@@ -70,10 +68,6 @@ class _Call(NamedTuple):
     pure: PureFunction
     merge: Merge  # puts parameters back into the first argument
     kwargs: Keywords
-
-    @property
-    def scale(self) -> LossScale:
-        return self.options.scaling if self.options.is_mixed else NoOpLossScale()
 
     def mean(
         self, params: list[jax.Array], state: State, args: Arguments
@@ -92,7 +86,7 @@ class _Call(NamedTuple):
         value, grads = unscaled_mean(
             backward.value,
             backward.grads,
-            self.scale,
+            options.scaling,
             None if over is None else over.axis_name,
             self.application.reduce_dtype,
             shards.found,
@@ -140,15 +134,15 @@ class _Call(NamedTuple):
                 options.model_state.check(new, old)
             # Gradients are averaged: each device differentiates a loss of its own, because the
             # gradient of a common one would be this device's part of it alone.
-            value = vary([options.to_float32(value)], shards.axes)[0]
-            return self.scale.scale(value), (value, aux, (updates, new))
+            value = vary([at_least_float32(value)], shards.axes)[0]
+            return options.scaling.scale(value), (value, aux, (updates, new))
 
         run = shards.find(scaled_loss, params)
         if options.widens:
             (_, (value, aux, states)), scaled = value_and_wide_gradients(run, params)
         else:
             (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
-        return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
+        return Backward(value, aux, states, [at_least_float32(grad) for grad in scaled])
 
 
 class _Shards:

@@ -2,16 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Literal, ParamSpec, TypeVar, overload
 
 from jax.typing import ArrayLike
 
+from jmpx._adapters.uncast import UncastLike
+from jmpx._base.axes import AxisName
+from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import call
+from jmpx._devices.shards import Over
 from jmpx._scales.kinds import LossScale
+from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._steps.batches import Batch
 from jmpx._steps.differentiation import differentiate
-from jmpx._steps.options import GradientOptions, Options, with_options_spelled
-from jmpx._steps.results import Gradients, GradientsAndAux, ValueAndGradients
+from jmpx._steps.options import Gradients, GradientsAndAux, Options, ValueAndGradients
 
 P = ParamSpec("P")
 AuxT = TypeVar("AuxT")
@@ -19,12 +24,18 @@ ValueT = TypeVar("ValueT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
 
 
-@with_options_spelled(needs_policy=True)
 def value_and_grad(
     func: Callable[P, ValueT],
     loss_scale: ScalingT,
     has_aux: bool = False,
-    **options: Unpack[GradientOptions],
+    *,
+    policy: MixedPrecisionLike | None = None,
+    grad_dtype: DTypeLike | None = None,
+    uncast: UncastLike = (),
+    state_argnum: int | None = None,
+    microbatches: int | None = None,
+    batch: Batch | None = None,
+    over: Over | AxisName | None = None,
 ) -> Callable[P, ValueAndGradients[ValueT, ScalingT]]:
     """Makes a function that computes a loss and its gradients in mixed precision.
 
@@ -65,8 +76,8 @@ def value_and_grad(
         structure of the first argument, with None for what cannot be differentiated.
 
     Raises:
-        TypeError: if an option is unknown or of another type, or there is no policy; when called,
-            if `func` returns no floating scalar, or if there is nothing to differentiate or split.
+        TypeError: if an argument is of another type; when called, if `func` returns no floating
+            scalar, or if there is nothing to differentiate or split.
         ValueError: if an option has no such value, or two contradict each other, as a reduce dtype
             in which nothing is summed; when called, if they do not fit the call, or are float64
             while JAX's 64-bit types are disabled.
@@ -86,7 +97,8 @@ def value_and_grad(
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
-    return value_and_gradients_of(Options(func, loss_scale, has_aux, True, **options))
+    given = policy, grad_dtype, uncast, state_argnum, microbatches, batch, over
+    return _gradient_function(Options(func, loss_scale, has_aux, *given))
 
 
 @overload
@@ -94,7 +106,14 @@ def grad(
     func: Callable[P, ArrayLike],
     loss_scale: ScalingT,
     has_aux: Literal[False] = False,
-    **options: Unpack[GradientOptions],
+    *,
+    policy: MixedPrecisionLike,
+    grad_dtype: DTypeLike | None = None,
+    uncast: UncastLike = (),
+    state_argnum: int | None = None,
+    microbatches: int | None = None,
+    batch: Batch | None = None,
+    over: Over | AxisName | None = None,
 ) -> Callable[P, Gradients[ScalingT]]: ...
 
 
@@ -103,16 +122,29 @@ def grad(
     func: Callable[P, tuple[ArrayLike, AuxT]],
     loss_scale: ScalingT,
     has_aux: Literal[True],
-    **options: Unpack[GradientOptions],
+    *,
+    policy: MixedPrecisionLike,
+    grad_dtype: DTypeLike | None = None,
+    uncast: UncastLike = (),
+    state_argnum: int | None = None,
+    microbatches: int | None = None,
+    batch: Batch | None = None,
+    over: Over | AxisName | None = None,
 ) -> Callable[P, GradientsAndAux[ScalingT, AuxT]]: ...
 
 
-@with_options_spelled(needs_policy=True)
 def grad(
     func: Callable[P, ValueT],
     loss_scale: ScalingT,  # pyright: ignore[reportInvalidTypeVarUse]: as of `value_and_grad`
     has_aux: bool = False,
-    **options: Unpack[GradientOptions],
+    *,
+    policy: MixedPrecisionLike | None = None,
+    grad_dtype: DTypeLike | None = None,
+    uncast: UncastLike = (),
+    state_argnum: int | None = None,
+    microbatches: int | None = None,
+    batch: Batch | None = None,
+    over: Over | AxisName | None = None,
 ) -> Callable[..., PyTree]:
     """Makes a function that computes gradients in mixed precision, without their loss.
 
@@ -123,11 +155,11 @@ def grad(
         `(scaling, grads_finite, grads)`, or with `has_aux` a `GradientsAndAux`, which unpacks as
         `(scaling, grads_finite, grads, aux)`.
     """
-    return gradients_of(Options(func, loss_scale, has_aux, True, **options))
+    given = policy, grad_dtype, uncast, state_argnum, microbatches, batch, over
+    return without_value(_gradient_function(Options(func, loss_scale, has_aux, *given)), has_aux)
 
 
-def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[PyTree, PyTree]]:
-    """Returns the function that computes a loss and its gradients."""
+def _gradient_function(options: Options) -> Callable[..., ValueAndGradients[PyTree, PyTree]]:
     run = functools.partial(differentiate, options)
 
     @functools.wraps(options.func, updated=())  # A module's __dict__ would be its parameters.
@@ -137,14 +169,15 @@ def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[
     return wrapper
 
 
-def gradients_of(options: Options) -> Callable[..., PyTree]:
-    """Returns the function that computes gradients, without their loss."""
-    run = value_and_gradients_of(options)
+def without_value(
+    run: Callable[P, ValueAndGradients[PyTree, PyTree]], has_aux: bool
+) -> Callable[P, PyTree]:
+    """Makes a gradient function that leaves out its loss."""
 
-    @functools.wraps(options.func, updated=())
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    @functools.wraps(run, updated=())
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         value, new_scaling, grads_finite, grads = run(*args, **kwargs)
-        if options.has_aux:
+        if has_aux:
             return GradientsAndAux(new_scaling, grads_finite, grads, aux=value[1])
         return Gradients(new_scaling, grads_finite, grads)
 

@@ -1,10 +1,9 @@
-"""The options of a gradient function, which are checked when it is made."""
+"""What a gradient function is made with, checked, and what it returns."""
 
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Required, TypedDict, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,12 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.axes import AxisName
-from jmpx._base.casts import at_least_float32
 from jmpx._base.contexts import may_be_rounded
 from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
+from jmpx._base.exported import serialized
 from jmpx._base.leaves import PyTree, is_floating, spell
-from jmpx._base.messages import describe, did_you_mean, user_stacklevel
-from jmpx._base.moved import GRADIENT_ARGUMENTS
+from jmpx._base.messages import describe, user_stacklevel
 from jmpx._devices.shards import Over
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale
@@ -30,101 +28,52 @@ from jmpx._steps.model_state import ModelState
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # a collection of Flax
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
-
-
-class _OtherOptions(TypedDict, total=False):
-    """The options beside the policy, as type checkers see them; `Options` has the defaults."""
-
-    grad_dtype: DTypeLike | None
-    uncast: UncastLike
-    state_argnum: int | None
-    microbatches: int | None
-    batch: Batch | None
-    over: Over | AxisName | None
-
-
-class GradientOptions(_OtherOptions, total=False):
-    """The options of gradient functions."""
-
-    policy: Required[MixedPrecisionLike]
-
-
-class MpxOptions(_OtherOptions, total=False):
-    """The options of MPX's gradient functions, which have a policy of their own."""
-
-    policy: MixedPrecisionLike | None
-
-
-_NAMES = ["policy", *_OtherOptions.__annotations__]
-
-
-def with_options_spelled(needs_policy: bool) -> Callable[[FunctionT], FunctionT]:
-    """Gives a function with `**options` the signature in which `help` shows them one by one."""
-
-    def spelled(function: FunctionT) -> FunctionT:
-        own, made = (inspect.signature(each).parameters.values() for each in (function, Options))
-        parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
-        parameters += [
-            p.replace(default=p.empty) if p.name == "policy" and needs_policy else p
-            for p in made
-            if p.kind is p.KEYWORD_ONLY
-        ]
-        vars(function)["__signature__"] = inspect.Signature(parameters)
-        return function
-
-    return spelled
+ValueT = TypeVar("ValueT")
+AuxT = TypeVar("AuxT")
+ScalingT = TypeVar("ScalingT", bound=LossScale)
 
 
 class Options:
-    """What a gradient function was made with; `is_mixed` tells whether it casts, scales, checks."""
+    """What a gradient function was made with, checked."""
 
     def __init__(
         self,
         func: Callable[..., PyTree],
         scaling: LossScale,
         has_aux: bool,
-        is_mixed: bool,
-        /,
-        *,
-        policy: MixedPrecisionLike | None = None,
-        grad_dtype: DTypeLike | None = None,
-        uncast: UncastLike = (),
-        state_argnum: int | None = None,
-        microbatches: int | None = None,
-        batch: Batch | None = None,
-        over: Over | AxisName | None = None,
-        **unknown: object,
+        policy: MixedPrecisionLike | None,
+        grad_dtype: DTypeLike | None,
+        uncast: UncastLike,
+        state_argnum: int | None,
+        microbatches: int | None,
+        batch: Batch | None,
+        over: Over | AxisName | None,
     ) -> None:
-        _refuse_unknown(unknown)
         if not callable(func):
             raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
         check_runs_at_once(func)
         check_loss_scale(scaling)
-        self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
+        self.func, self.scaling, self.has_aux = func, scaling, has_aux
         self.over = over if over is None or isinstance(over, Over) else Over(over)
         self.batch = _batch(batch, microbatches)
         numbers_of(self.batch.argnums, state_argnum)
         self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
-        if is_mixed:
-            _check_reduce(self.applying.policy_map, self.over)
+        _check_reduce(self.applying.policy_map, self.over)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         summed_in = self.applying.reduce_dtype or self.grad_dtype
-        self.widens = is_mixed and summed_in is not None and jnp.dtype(summed_in).itemsize >= 4
+        self.widens = summed_in is not None and jnp.dtype(summed_in).itemsize >= 4
         self.model_state = ModelState.of(state_argnum, has_aux)
 
     def applied(self) -> Application:
         """Returns what runs `func` in one call."""
-        if not self.is_mixed:
-            return self.applying._replace(policy_map=None)
         _warn_of_no_scale(self.applying.policy_map, self.scaling)
         return self.applying
 
     def check_overwritten(self, model: PyTree) -> None:
         """Refuses state that Flax's float8 layers hand out as gradients where it would change."""
-        is_scaled = self.is_mixed and not isinstance(self.scaling, NoOpLossScale)
+        is_scaled = not isinstance(self.scaling, NoOpLossScale)
         is_mean = self.batch.microbatches > 1 or self.over is not None
         if not (is_scaled or is_mean):
             return
@@ -138,14 +87,14 @@ class Options:
             )
 
     def check_stored(
-        self, policy_map: PolicyMap | None, params: Sequence[jax.Array], model: PyTree
+        self, policy_map: PolicyMap, params: Sequence[jax.Array], model: PyTree
     ) -> None:
         """Warns of narrow parameters, in which updates are lost, unless they are meant to be so.
 
         A user who gives `grad_dtype`, as for `low_precision_params`, or that dtype as `params` in
         the policy, knows of them. A function of jmpx around may have rounded them.
         """
-        if policy_map is None or self.grad_dtype is not None or may_be_rounded():
+        if self.grad_dtype is not None or may_be_rounded():
             return
         dtypes = policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)
         wanted = [jnp.dtype(dtype) for dtype in dtypes if dtype is not None]
@@ -163,10 +112,6 @@ class Options:
             "in float32 by grad_dtype=jnp.float32 for jmpx.optim.low_precision_params, or write "
             f"params={dtype_name(params[first].dtype)} if this is intentional."
         )
-
-    def to_float32(self, array: jax.Array) -> jax.Array:
-        """Returns a loss in float32, or as it is where nothing is cast."""
-        return at_least_float32(array) if self.is_mixed else array
 
 
 def _batch(batch: object, microbatches: int | None) -> Batch:
@@ -186,20 +131,9 @@ def _batch(batch: object, microbatches: int | None) -> Batch:
     )
 
 
-def _refuse_unknown(options: Mapping[str, object]) -> None:
-    """Refuses keyword arguments that no gradient function takes."""
-    for name in options:
-        found = GRADIENT_ARGUMENTS.get(name)
-        end = f": write {found} instead." if found else did_you_mean(name, _NAMES)
-        raise TypeError(
-            f"Expected {', '.join(_NAMES)} or has_aux as an option of a gradient function, got "
-            f"{name}{end}"
-        )
-
-
-def _check_reduce(policy_map: PolicyMap | None, over: Over | None) -> None:
+def _check_reduce(policy_map: PolicyMap, over: Over | None) -> None:
     """Refuses a reduce dtype of 16 bits in which nothing is summed."""
-    if policy_map is None or policy_map.default.reduce_dtype is None or over is not None:
+    if policy_map.default.reduce_dtype is None or over is not None:
         return
     compute, reduce = policy_map.default.compute_dtype, policy_map.default.reduce_dtype
     if jnp.dtype(reduce).itemsize < 4 and reduce != compute:
@@ -210,9 +144,9 @@ def _check_reduce(policy_map: PolicyMap | None, over: Over | None) -> None:
         )
 
 
-def _warn_of_no_scale(policy_map: PolicyMap | None, scaling: LossScale) -> None:
+def _warn_of_no_scale(policy_map: PolicyMap, scaling: LossScale) -> None:
     """Warns if gradients are computed in float16 without a loss scale."""
-    if policy_map is None or type(scaling) is not NoOpLossScale:
+    if type(scaling) is not NoOpLossScale:
         return
     rules = () if policy_map.way == "arguments" else policy_map.rules
     if jnp.float16 in {policy_map.default.compute_dtype, *(rule.compute for rule in rules)}:
@@ -226,3 +160,59 @@ def _warn_of_no_scale(policy_map: PolicyMap | None, scaling: LossScale) -> None:
 def _warn(message: str) -> None:
     """Warns at the line of the user that calls or makes the gradient function."""
     warnings.warn(message, stacklevel=user_stacklevel("jax"))
+
+
+# What gradient functions return
+
+
+@serialized
+class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
+    """The result of a function that `value_and_grad` made; it unpacks as a tuple does.
+
+    As a pytree it matches its own class alone: a prefix of it, such as `out_specs` of
+    `jax.shard_map`, is a `ValueAndGradients` too.
+
+    Attributes:
+        value: the unscaled loss, in float32 of shape (); with `has_aux` the pair `(loss, aux)`.
+        scaling: the loss scale of the next step.
+        grads_finite: whether all gradients are finite: a bool array of shape ().
+        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
+            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, jmpx
+        >>> grad_fn = jmpx.value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
+        >>> result = grad_fn(jnp.ones(2))
+        >>> result.value, result.grads
+        (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
+    """
+
+    __module__ = "jmpx.types"
+
+    value: ValueT
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+
+
+@serialized
+class Gradients(NamedTuple, Generic[ScalingT]):
+    """The result of a function that `grad` made: `ValueAndGradients` without a value."""
+
+    __module__ = "jmpx.types"
+
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+
+
+@serialized
+class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
+    """The result of a function that `grad` made with `has_aux`: `Gradients`, and aux."""
+
+    __module__ = "jmpx.types"
+
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+    aux: AuxT

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from helpers import BF16, F16, F32, assert_same_bits, nnx_net, normal
 from helpers.nnx_net import Small, assert_same_state, linear, pure, squares, state_of
+from helpers.policies import by_arguments
 
 import jmpx
 import jmpx.flax
@@ -26,7 +27,7 @@ X = normal(np.random.default_rng(0), 6, 3)
 
 def gradient(f, policy="full", scaling=None, **options):
     scaling = scaling or jmpx.NoOpLossScale()
-    return mpx.filter_value_and_grad(f, scaling, policy=policy, **options)
+    return jmpx.value_and_grad(f, scaling, policy=by_arguments(policy), **options)
 
 
 # Autocast
@@ -199,7 +200,8 @@ def test_a_model_that_is_closed_over_may_not_change(rng, way):
 def test_value_gradients_and_state_are_those_of_nnx(rng, mixed):
     model = make(rng)
     reference = nnx.clone(model)
-    ours, theirs = gradient(squares, use_mixed_precision=mixed), nnx.value_and_grad(squares)
+    plain = mpx.filter_value_and_grad(squares, jmpx.NoOpLossScale(), use_mixed_precision=False)
+    ours, theirs = gradient(squares) if mixed else plain, nnx.value_and_grad(squares)
     value, _, finite, grads = nnx.jit(ours)(model, X)
     expected_value, expected = nnx.jit(theirs)(reference, X)
     assert finite and isinstance(grads, nnx.State)

@@ -19,7 +19,7 @@ libcst = pytest.importorskip("libcst", reason="libcst is in the migrate extra")
 
 # Private: the command tells of whole files; each edit and each name that it knows is tested here.
 from jmpx._migrate.edits import COMMENT, migrate_source  # noqa: E402
-from jmpx._migrate.moves import GONE, GRADIENT, new_name  # noqa: E402
+from jmpx._migrate.names import new_name  # noqa: E402
 
 JMP = """
     DynamicLossScale LossScale NoOpLossScale Policy StaticLossScale all_finite cast_to_full
@@ -85,9 +85,8 @@ EDITS = {
         "from jmpx import policy_of as get_policy\n",
     ),
     "comments within an import": (
-        "from jmpx import (\n    Wire,  # one\n    # two\n    ema,\n)\nema()  # three\n",
-        "# one\n# two\nfrom jmpx.inspect import Collectives as Wire\nfrom jmpx.optim import ema\n"
-        "ema()  # three\n",
+        "from haiku.mixed_precision import (\n    set_policy,  # one\n    # two\n    other,\n)\n",
+        "# one\n# two\nfrom jmpx import set_policy\nfrom haiku.mixed_precision import other\n",
     ),
     "one line": ("from jmp import Policy; Policy()\n", "from jmpx import Policy; Policy()\n"),
     "a byte order mark": ("\ufeffimport jmp\n", "\ufeffimport jmpx\n"),
@@ -116,35 +115,6 @@ EDITS = {
             else:
                 g = jax.grad(f)
                 grads = g(p)
-        """,
-    ),
-    "0.2": (
-        "import jmpx\njmpx.audit(f), jmpx.wire(s), jmpx.get_policy(p)\n",
-        "import jmpx\njmpx.inspect.audit(f), jmpx.inspect.collectives(s), jmpx.get_policy(p)\n",
-    ),
-    "names of 0.2": (
-        "from jmpx import Wire, ema, get_policy\n",
-        "from jmpx.inspect import Collectives as Wire\nfrom jmpx.optim import ema\n"
-        "from jmpx import get_policy\n",
-    ),
-    "arguments of 0.2": (
-        """
-        import jmpx as m
-        m.filter_grad(f, s, axis_name="data", policy="c=f16; Linear: full", sharded=mask)
-        m.filter_value_and_grad(
-            f, s, policy="f16", microbatches=8, batch_argnums=1, uncast_argnums=1
-        )
-        m.filter_grad(f, microbatches=8, axis_name="data", scaling=s, policy="c=bf16")
-        m.filter_grad(f, s, policy="full"), m.filter_grad(f, s, policy="c=bf16; op.exp: full")
-        """,
-        """
-        import jmpx as m
-        m.grad(f, s, policy="by=modules,c=f16; Linear: full", over=m.Over("data", sharded=mask))
-        m.value_and_grad(
-            f, s, policy="by=arguments,f16", batch=m.Batch(microbatches=8, argnums=1), uncast=1
-        )
-        m.grad(f, policy="by=arguments,c=bf16", microbatches=8, over="data", loss_scale=s)
-        m.grad(f, s, policy="full"), m.grad(f, s, policy="c=bf16; op.exp: full")
         """,
     ),
     "DynamicScale": (
@@ -192,8 +162,6 @@ EDITS = {
 HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(scale=8.0)\n"
 # What is left as it is: the program, and what the comment above its last line says.
 LEFT = {
-    "gone from 0.2": ("import jmpx\njmpx.loss_scale_from(x)\n", "write jmpx.get_loss_scale with"),
-    "never there": ("import jmpx\njmpx.nothing\n", "jmpx has no nothing"),
     "positional DynamicScale": (
         "import flax.training.dynamic_scale as d\nx = f(dynamic_scale.value_and_grad(g))\n",
         "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad",
@@ -248,21 +216,6 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("policy=p", "write by=arguments, or by=modules where"),
-        ("policy='full', uncast_argnums=1, uncast_argnames='y'", "write uncast="),
-    ],
-)
-def test_arguments_that_are_not_certain_have_a_comment_and_the_name_is_new(arguments, words):
-    migrated = migrate_source(f"import jmpx\njmpx.filter_grad(f, s, {arguments})\n")
-    ((line, comment),) = migrated.marks
-    assert line == 2 and comment.startswith(words)
-    after = f"import jmpx\n{COMMENT}{comment}\njmpx.grad(f, s, {arguments})\n"
-    assert migrated.text == migrate_source(after).text == after
-
-
-@pytest.mark.parametrize(
     "made",
     [
         "self.own = DynamicScale(scale=4.0)\n",
@@ -312,11 +265,13 @@ def test_a_gradient_function_with_another_use_is_left_at_each_place(uses):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_comment_has_the_place_and_the_line_end_of_its_line(end):
-    lines = ["import jmpx", "\f", 's = "\x1c"', f's = "{COMMENT}in a string"', "if s:"]
-    before = end.join([*lines, "    jmpx.nothing", ""])
-    after = end.join([*lines, f"    {COMMENT}jmpx has no nothing", "    jmpx.nothing", ""])
+    first = "from haiku import mixed_precision as mp"
+    lines = [first, "\f", 's = "\x1c"', f's = "{COMMENT}in a string"', "if s:"]
+    words = "the names of haiku.mixed_precision are in jmpx now"
+    before = end.join([*lines, "    f(mp)", ""])
+    after = end.join([*lines, f"    {COMMENT}{words}", "    f(mp)", ""])
     migrated = migrate_source(before)
-    assert migrated.text == after and migrated.marks == ((6, "jmpx has no nothing"),)
+    assert migrated.text == after and migrated.marks == ((6, words),)
     assert migrate_source(after) == migrated
 
 
@@ -326,23 +281,6 @@ def test_a_link_stays_one(tmp_path, capsys):
     assert lines_of(capsys, tmp_path / "link.py", "--write")[0] == 0
     assert (tmp_path / "link.py").is_symlink()
     assert (tmp_path / "real").read_text() == "import jmpx\n"
-
-
-@pytest.mark.parametrize(("function", "argument"), GONE)
-def test_each_argument_that_is_gone_is_marked(function, argument):
-    (_, words) = migrate_source(f"import jmpx\njmpx.{function}(f, {argument}=1)\n").marks[0]
-    assert words == GONE[function, argument]
-
-
-@pytest.mark.parametrize("argument", GRADIENT)
-def test_each_argument_of_gradients_is_one_of_today(argument):
-    given = {"sharded": "False, axis_name='data'", "scaling": "s"}
-    scale, value = "" if argument == "scaling" else "s, ", given.get(argument, "1")
-    migrated = migrate_source(f"import jmpx\ng = jmpx.filter_grad(f, {scale}{argument}={value})\n")
-    assert migrated.edits == 3 and migrated.marks == ()  # the name and the policy, too
-    namespace = {"f": lambda x: x, "s": jmpx.NoOpLossScale()}
-    exec(migrated.text, namespace)  # the arguments are accepted
-    assert callable(namespace["g"])
 
 
 def test_every_new_name_is_there():

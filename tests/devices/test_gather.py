@@ -16,7 +16,6 @@ from helpers.maps import AXIS, DEVICES, mapped, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -359,18 +358,17 @@ W = X = jnp.full((DEVICES, 1), ROUNDED, jnp.float32)
 def gradient_of_gathered(w, x, **options):
     loss = lambda w, x: gather(w, "c=f32").sum() * x.astype(jnp.float32).sum()  # noqa: E731
     # Float16 without a loss scale would be another warning.
-    return mpx.filter_grad(loss, jmpx.StaticLossScale(1), **options)(w, x).grads
+    return jmpx.grad(loss, jmpx.StaticLossScale(1), **options)(w, x).grads
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "full"},
-        {"policy": "c=bf16", "uncast": 0},
+        {"policy": "by=arguments,full"},
+        {"policy": "by=arguments,c=bf16", "uncast": 0},
         {
             "policy": "by=modules,c=bf16; Head: full"
         },  # a policy map: the gather counts as what casts
-        {"policy": "c=bf16", "use_mixed_precision": False},
     ],
     ids=str,
 )

@@ -13,7 +13,6 @@ from helpers.maps import AXIS, DEVICES, everywhere, mapped
 from helpers.training import LOSS_SCALES, loss_fn, make_params
 
 import jmpx
-import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -250,17 +249,3 @@ def test_gradients_have_the_dtypes_of_parameters(reduce, rng):
     assert set(all_reduces(text)) == ({"f16"} if reduce else {"f32", "f64"})
     for grad in grads:
         np.testing.assert_allclose(grad[0].astype(np.float32), batch.mean(0), atol=0.05)
-
-
-def test_without_mixed_precision_it_is_the_plain_mean(rng):
-    options = {"policy": "c=f16,r=f16", "over": jmpx.Over(AXIS)}
-    run = mpx.filter_grad(loss_fn, jmpx.DynamicLossScale(), False, False, **options)
-    params, batch = make_params(rng), normal(rng, DEVICES, 2, 6)
-    step = over_batch(run, "shard_map")
-    text = step.lower(params, batch).as_text()
-    assert "f16" not in re.sub(r"bf16|loc\(.*", "", text)
-    expected = jax.jit(jax.grad(loss_fn))(params, batch)
-    for name, grad in step(params, batch).grads.items():
-        np.testing.assert_allclose(grad[0], expected[name], atol=1e-6)
-    # It reduces nothing in a dtype, and warns of nothing: nothing of the policy is used.
-    mpx.filter_grad(loss_fn, NOOP, False, False, policy="r=f16")

@@ -11,7 +11,6 @@ from helpers.maps import AXIS, DEVICES, MAPS, everywhere, in_float64, over_devic
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -158,13 +157,6 @@ def test_every_gather_is_seen_where_nothing_is_tracked(read, rng):
     match = r"whether the first argument's \['full'\]\['w'\] is a shard, which the function"
     with pytest.raises(TypeError, match=match):
         gradients(loss, "vmap", params, normal(rng, 12, 8))
-
-
-def test_a_gather_is_seen_without_mixed_precision(rng):
-    loss = lambda w, x: square(gather(w), x)  # noqa: E731
-    run = mpx.filter_grad(loss, jmpx.NoOpLossScale(), False, False, over=jmpx.Over(AXIS))
-    with pytest.raises(TypeError, match="Cannot tell whether .* is a shard"):
-        over_devices(run, "pmap", normal(rng, 8, 3), normal(rng, 12, 8))
 
 
 # Neither gathered nor a device's own: the loss depends on the parameters of other devices

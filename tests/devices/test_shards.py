@@ -15,7 +15,6 @@ from helpers.training import LOSS_SCALES
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx.mpx as mpx
 
 # Private, to leave out the search for shards: no option does.
 from jmpx._devices.exchanges import Source
@@ -127,8 +126,7 @@ def test_values_against_float64(how, policy, scale, microbatches, rng):
         assert_near(grads, expected, ERRORS[policy])
 
 
-@pytest.mark.parametrize("mixed", [True, False])
-def test_shards_of_complex_numbers_and_of_integers(mixed, rng):
+def test_shards_of_complex_numbers_and_of_integers(rng):
     real, imaginary, x = normal(rng, 8, 3), normal(rng, 8, 3), normal(rng, 12, 8)
     params = {"c": jax.lax.complex(real, imaginary), "int": jnp.arange(8), "none": None}
 
@@ -136,7 +134,7 @@ def test_shards_of_complex_numbers_and_of_integers(mixed, rng):
         y = jnp.abs(x.astype(jnp.complex64) @ read(params["c"]))
         return jnp.mean(y**2) * read(params["int"]).sum().astype(y.dtype)
 
-    run = mpx.filter_grad(loss_fn, SCALE, False, mixed, policy="full", over=over(True))
+    run = jmpx.grad(loss_fn, SCALE, policy="full", over=over(True))
     grads = over_devices(lambda *args: run(*args).grads, "vmap", params, x)
     alone = lambda c: loss_fn({**params, "c": c}, x, lambda w: w)  # noqa: E731
     expected = jax.jit(jax.grad(alone))(params["c"])

@@ -1,5 +1,7 @@
 """Random policies, policy maps and loss scales, and what reading a configuration gives."""
 
+import dataclasses
+
 from hypothesis import strategies as st
 from jax import lax
 
@@ -16,6 +18,13 @@ MATMULS = [
 ]
 REDUCE_NAMES = ["f16", "bf16", "f32", "f64"]
 SELECTORS = ["LayerNorm", "haiku.BatchNorm", "*/head/*", "mlp/linear", "op.exp", "*", "*/a?", "C"]
+
+
+def by_arguments(policy):
+    """The policy map of a policy, which casts arguments unless it says more."""
+    policy_map = jmpx.get_policy_map(policy)
+    plain = policy_map.by is None and not policy_map.rules
+    return dataclasses.replace(policy_map, by="arguments") if plain else policy_map
 
 
 @st.composite

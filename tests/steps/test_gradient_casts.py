@@ -66,11 +66,11 @@ def one_warning(name):
 @pytest.mark.parametrize(
     ("name", "policy", "remedy"),
     [
-        ("haiku", "f16", {"policy": "p=bf16,c=f32"}),
+        ("haiku", "f16", {"policy": "by=arguments,p=bf16,c=f32"}),
         ("linen", "half", {"use_mixed_precision": False}),
-        ("nnx", "c=bf16", {"policy": "c=f16", "uncast": 0}),
-        ("equinox", "c=f16,o=f32", {"policy": "c=f16", "uncast": (0, 1)}),
-        ("autocast", "half", {"policy": "c=f16", "uncast": -2}),
+        ("nnx", "c=bf16", {"policy": HALF, "uncast": 0}),
+        ("equinox", "c=f16,o=f32", {"policy": HALF, "uncast": (0, 1)}),
+        ("autocast", "half", {"policy": HALF, "uncast": -2}),
     ],
 )
 def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, policy, remedy):
@@ -78,9 +78,10 @@ def test_a_cast_inside_of_a_cast_warns_once_and_the_remedies_are_right(name, pol
     with one_warning(NAMES[name]):
         value, *_ = jmpx.value_and_grad(loss, SCALE, policy=f"by=arguments,{policy}")(model, X)
     assert value == 1  # the weight is rounded, though its module runs in float32
-    remedies: list[Any] = [{"policy": "full"}, remedy]
+    remedies: list[Any] = [{"policy": "by=arguments,full"}, remedy]
     for options in remedies:
-        value, *_ = mpx.filter_value_and_grad(loss, SCALE, **options)(model, X)
+        make: Any = jmpx.value_and_grad if "policy" in options else mpx.filter_value_and_grad
+        value, *_ = make(loss, SCALE, **options)(model, X)
         assert value == np.float32(ROUNDED)
 
 
@@ -238,7 +239,7 @@ def test_one_warning_where_nothing_casts(policy, make, jit):
     step = lambda params, x: tuple(grad_fn(params, x))  # noqa: E731
     with warns_once(__file__, NO_CAST):
         (jax.jit(step) if jit else step)(PARAMS, X)
-    mpx.filter_grad(plain_loss, SCALE, use_mixed_precision=False, policy=policy)(PARAMS, X)
+    mpx.filter_grad(plain_loss, SCALE, use_mixed_precision=False)(PARAMS, X)
 
 
 @pytest.mark.thorough
@@ -365,8 +366,7 @@ def test_which_policies_need_a_scale(rng):
         assert any("in float16 without a loss scale" in str(w.message) for w in caught)
     for policy in ("c=bf16", "full", "by=arguments,params=f16,c=f32,o=f16"):
         jmpx.grad(mean_square, NO_SCALE, policy=policy)(*arguments)
-    off = mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False, policy="c=f16")
-    off(*arguments)
+    mpx.filter_grad(mean_square, NO_SCALE, use_mixed_precision=False)(*arguments)
 
 
 # Parameters that are stored in 16 bits though the policy says params=float32

@@ -1,7 +1,5 @@
 """`matmul=` of a gradient function's policy: the algorithm of products, forward and backward."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -123,12 +121,8 @@ def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
 
 
 def test_where_it_is_unset_or_unused(rng):
-    args, off = make_args(rng), {"use_mixed_precision": False}
-    unused: list[Any] = [
-        {**off, "policy": "c=f32,m=highest"},
-        {**off, "policy": "c=bf16,m=bf16_bf16_f32_x3"},
-        {"policy": "c=f32"},
-    ]
-    for options in unused:
-        found = products_of(mpx.filter_grad(loss, NOOP, **options), *args)
+    args = make_args(rng)
+    plain = mpx.filter_grad(loss, NOOP, use_mixed_precision=False)
+    for grad_fn in (plain, jmpx.grad(loss, NOOP, policy="by=arguments,c=f32")):
+        found = products_of(grad_fn, *args)
         assert {product.how for product in found} == {"DEFAULT"}

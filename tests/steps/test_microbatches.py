@@ -16,7 +16,6 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx.mpx as mpx
 
 in_16_bits = pytest.mark.filterwarnings(  # on purpose
     "ignore:The gradient function differentiates parameters that are stored in less:UserWarning"
@@ -91,8 +90,8 @@ def test_a_part_has_every_count_th_example_in_order(batch, explicit):
         return params["w"].sum(), part
 
     argnums = tuple(range(1, len(args) + 1)) if explicit else None
-    options = {"batch": parts(count, argnums=argnums), "use_mixed_precision": False}
-    found = mpx.filter_grad(loss, NO_SCALE, True, **options)(params, *args).aux
+    options = {"batch": parts(count, argnums=argnums), "policy": "full"}
+    found = jmpx.grad(loss, NO_SCALE, True, **options)(params, *args).aux
     assert jax.tree.structure(found) == jax.tree.structure(args)
     for leaf, got in zip(jax.tree.leaves(args), jax.tree.leaves(found), strict=True):
         if not isinstance(leaf, jax.Array | np.ndarray):
@@ -221,15 +220,15 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, count, rng):
 
 
 @pytest.mark.parametrize(
-    ("params", "options"), [(BF16, {"use_mixed_precision": False}), (F16, {"policy": "c=bf16"})]
+    ("params", "policy"), [(BF16, "by=arguments,full"), (F16, "by=arguments,c=bf16")]
 )
 @in_16_bits
-def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options, rng):
+def test_their_gradients_are_summed_in_float32_and_rounded_once(params, policy, rng):
     """Sums in bfloat16 would stay at 256, whatever is added to it."""
     w, x = jnp.ones(3, params), np.ones((128, 3), np.float32)
     x[0], x[:, 2] = 256, rng.choice([0.5, 1, 2], 128)
     loss = lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32))  # noqa: E731
-    grads = mpx.filter_grad(loss, NO_SCALE, batch=parts(128), **options)(w, x).grads
+    grads = jmpx.grad(loss, NO_SCALE, batch=parts(128), policy=policy)(w, x).grads
     assert grads.dtype == params
     np.testing.assert_array_equal(grads, x.astype(np.float64).mean(0).astype(params))
 

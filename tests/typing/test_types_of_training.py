@@ -134,7 +134,7 @@ def test_gradients_in_a_dtype_of_their_own(x: jax.Array) -> None:
     with pytest.raises(TypeError):
         jmpx.grad(loss_fn, noop, policy="bf16", grad_dtype=32)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError):
-        jmpx.value_and_grad(loss_fn, noop)  # pyright: ignore[reportCallIssue]
+        jmpx.grad(loss_fn, noop)  # pyright: ignore[reportCallIssue]
 
 
 def test_sharded_parameters_keep_their_type() -> None:
