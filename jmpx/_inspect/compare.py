@@ -22,9 +22,9 @@ from jmpx._inspect.emulate import LOW_DTYPES, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import check_arrays, key_of, run_widened, widened
+from jmpx._inspect.running import check_arrays, key_of, relative_error, run_widened, widened
 from jmpx._inspect.text import columns, count_text, error_text, short_names
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, stored
 from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.types import Array, Jaxpr
 
@@ -249,9 +249,7 @@ def _run(
         if site.key not in indices:
             return state
         new = [results[index] for index in indices[site.key]]
-        if trips:
-            new = [old.at[trips].set(x) for old, x in zip(state[site.key], new, strict=True)]
-        return {**state, site.key: new}
+        return stored(state, site, new, trips)
 
     @jax.jit
     def run_all(arrays: list[Array]) -> tuple[list[Array], _Numbers]:
@@ -335,7 +333,7 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
     if sorted(one.shape) != sorted(other.shape) or one.ndim > _MOST_AXES:
         return None
     errors = {
-        order: relative_error(one, other.transpose(order))
+        order: _error(one, other.transpose(order))
         for order in itertools.permutations(range(one.ndim))
         if tuple(other.shape[axis] for axis in order) == one.shape
     }
@@ -351,15 +349,11 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
     )
 
 
-def relative_error(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Returns the norm of the difference over the reference's; fills of masks do not count."""
+def _error(reference: np.ndarray, candidate: np.ndarray) -> float:
+    """Returns the relative error of the candidate; fills of masks do not count."""
     counts = ~(_is_fill(reference) & _is_fill(candidate))
-    one, other = (np.where(counts, x, 0).astype(np.float64) for x in (reference, candidate))
     with np.errstate(invalid="ignore"):
-        difference, norm = np.linalg.norm(other - one), np.linalg.norm(one)
-    if difference == 0:
-        return 0.0
-    return float(difference / norm) if norm else np.inf
+        return relative_error(*([np.where(counts, x, 0)] for x in (candidate, reference)))
 
 
 def _is_fill(array: np.ndarray) -> np.ndarray:
@@ -456,7 +450,7 @@ def compare(
 
 def _compared(pair: Pair) -> Compared:
     one, other, in_float32 = pair
-    dtypes, error = (one.dtype, other.dtype), relative_error(one.written, other.written)
+    dtypes, error = (one.dtype, other.dtype), _error(one.written, other.written)
     numbers = (one.written.size, error, in_float32)
     return Compared(one.scope, one.is_backward, dtypes, *numbers, other.place)
 

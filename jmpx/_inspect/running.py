@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
@@ -52,6 +53,19 @@ def nodes_by_key(graph: Graph) -> dict[SiteKey, Node]:
 def scale_text(scale: float) -> str:
     """Returns the string of a dynamic loss scale that begins with this number."""
     return str(DynamicLossScale(scale, min_loss_scale=min(scale, 1.0)))
+
+
+def norm(arrays: Sequence[Array]) -> float:
+    """Returns the norm of all numbers of some arrays."""
+    return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in arrays))
+
+
+def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
+    """Returns the norm of the error of results, relative to that of the exact ones."""
+    pairs = zip(results, exact, strict=True)
+    error = norm([np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in pairs])
+    size = norm(exact)
+    return error / size if size else math.inf if error else 0.0
 
 
 @contextlib.contextmanager

@@ -105,6 +105,15 @@ def unwatched(state: State, *_: object) -> State:
     return state
 
 
+def stored(
+    state: dict[SiteKey, list[Array]], site: Site, arrays: list[Array], trips: Trips
+) -> dict[SiteKey, list[Array]]:
+    """Returns a state by sites that has arrays of a site, in a loop at the indices of its trips."""
+    if trips:
+        arrays = [old.at[trips].set(x) for old, x in zip(state[site.key], arrays, strict=True)]
+    return {**state, site.key: arrays}
+
+
 def evaluate(
     jaxpr: Jaxpr,
     arrays: Sequence[Array],

@@ -18,14 +18,13 @@ from jmpx._inspect.blame.runs import (
     Points,
     Runs,
     costs,
-    relative,
     size_of,
 )
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import CompileCache, check_arrays, nodes_by_key, progress
+from jmpx._inspect.running import CompileCache, check_arrays, nodes_by_key, progress, relative_error
 from jmpx._inspect.text import columns, error_text, share_text, short_names
 from jmpx._inspect.watched import Constant
 from jmpx._inspect.where import where
@@ -312,7 +311,10 @@ def blamed_runs(
 
 
 def runs_of(
-    program: Program, batches: Sequence[Batch], measure: Measure = relative, runs_often: bool = True
+    program: Program,
+    batches: Sequence[Batch],
+    measure: Measure = relative_error,
+    runs_often: bool = True,
 ) -> Runs:
     """Returns the runs of a program on batches."""
     compiled = CompileCache(program.jaxpr, runs_often)

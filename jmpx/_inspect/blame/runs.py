@@ -13,7 +13,7 @@ from jmpx._autocast.products import PRODUCTS
 from jmpx._base.leaves import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact, rounded_to
-from jmpx._inspect.running import CompileCache, run_widened, widened
+from jmpx._inspect.running import CompileCache, norm, relative_error, run_widened, widened
 from jmpx._inspect.watched import Constant, Site, SiteKey, Trips
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
@@ -96,9 +96,7 @@ class Points:
                 return low
 
             results = self._run(site, operands, at)
-            if trips and new:
-                new = [old.at[trips].set(x) for old, x in zip(state[site.key], new, strict=True)]
-            return results, {**state, site.key: new} if new else state
+            return results, watched.stored(state, site, new, trips) if new else state
 
         empty: Errors = {}
         for key, points in self.at.items() if keep else ():
@@ -297,16 +295,16 @@ class Runs:
         squares, sums, total = list[np.ndarray](), list[np.ndarray](), list[float]()
         few = sum(array.size for array in self.batches[0].exact) < _FEW
         for number, batch in enumerate(self.batches):
-            norm = _norm(batch.exact) or 1.0
+            size = norm(batch.exact) or 1.0
             for turn in range(_DIRECTIONS if few else 1):
                 rng = np.random.default_rng((seed, number, turn))
                 signs = [rng.choice(_SIGNS, size=x.shape) for x in batch.exact]
                 arguments = (list(batch.arrays), signs)
                 results, found = self.compiled.run(run, arguments, "first order", self.outputs)
                 both = np.asarray(found, np.float64)
-                squares.append(both[:, 0] / norm**2)
-                sums.append(both[:, 1] / norm)
-            total.append(relative(results, batch.exact) ** 2)
+                squares.append(both[:, 0] / size**2)
+                sums.append(both[:, 1] / size)
+            total.append(relative_error(results, batch.exact) ** 2)
         return np.stack(squares), np.stack(sums), float(np.mean(total))
 
 
@@ -366,15 +364,3 @@ def _coherent(parts: np.ndarray, signed: np.ndarray, runs: int) -> list[int]:
     odd = (ratios > most) | ((ratios < 0.2) & (runs >= 8))
     worth = odd & (sizes > _LEAST * sizes.sum())
     return [int(i) for i in np.argsort(-sizes) if worth[i]]
-
-
-def _norm(arrays: Sequence[Array]) -> float:
-    return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in arrays))
-
-
-def relative(results: Sequence[Array], exact: Sequence[Array]) -> float:
-    """Returns the norm of the error of results, relative to their own."""
-    pairs = zip(results, exact, strict=True)
-    error = _norm([np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in pairs])
-    norm = _norm(exact)
-    return error / norm if norm else math.inf if error else 0.0

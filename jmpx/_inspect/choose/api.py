@@ -13,12 +13,12 @@ import numpy as np
 from jmpx._base.leaves import PyTree, is_array, spell
 from jmpx._base.messages import describe
 from jmpx._inspect.blame.api import blamed_runs, check_kind
-from jmpx._inspect.blame.runs import Measure, relative
+from jmpx._inspect.blame.runs import Measure
 from jmpx._inspect.choose.search import Strings, new_search
 from jmpx._inspect.plan.api import Planned, plan
 from jmpx._inspect.plan.chips import get_chip
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import progress
+from jmpx._inspect.running import progress, relative_error
 from jmpx._inspect.text import bytes_text, error_text, share_text
 from jmpx._jaxprs.core import Array
 from jmpx._policies.map_strings import get_policy_map
@@ -237,7 +237,7 @@ def choose(
             "Expected metric= to be a function of two lists of arrays that returns the error, got "
             f"{describe(metric)}: leave it out for the relative error."
         )
-    measure = functools.partial(_measured, relative if metric is None else metric)
+    measure = functools.partial(_measured, relative_error if metric is None else metric)
     if base.way == "arguments":
         raise ValueError(
             f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: leave by "
