@@ -125,11 +125,7 @@ def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
     result: list[UntriedFinding] = []
     for group in groups.values():
         worst = min(group, key=lambda found: SEVERITIES.index(found.finding.severity))
-        finding = worst.finding._replace(
-            count=sum(found.finding.count for found in group),
-            flops=sum(found.finding.flops for found in group),
-            nbytes=sum(found.finding.nbytes for found in group),
-        )
+        finding = worst.finding.with_sizes_of(found.finding for found in group)
         nodes = [node for found in group for node in found.nodes]
         result.append(worst._replace(finding=finding, nodes=nodes))
     return tuple(sorted(result, key=_rank))

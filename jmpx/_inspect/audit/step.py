@@ -1,6 +1,6 @@
 """What all searches for findings share: the program, how a finding is made, and rules for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -51,10 +51,6 @@ class Remedies:
         if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
             return False
         return any(rule.matches(*module) for module in self._multiplying)
-
-    def none(self, nodes: list[Node]) -> Iterator[str]:
-        """Yields nothing: only the rules of the finding itself may mend it."""
-        yield from ()
 
     def narrower(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules that narrow: of the modules that made the operands, and of loops."""
@@ -128,8 +124,8 @@ class FindingKind(NamedTuple):
     """A kind of finding; the table of `docs/audit.md` says what each is."""
 
     name: str  # which is public: `report.check(allow=...)` and the JSON have it
-    # Yields rules of policy maps that may mend a finding about these nodes.
-    rules: Callable[[Remedies, list[Node]], Iterator[str]] = Remedies.none
+    # Returns rules of policy maps that may mend a finding about these nodes, beside its own.
+    rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
 
 
 class UntriedFinding(NamedTuple):
@@ -144,13 +140,13 @@ class UntriedFinding(NamedTuple):
 class AuditedStep:
     """A program that is searched for findings, and its streams of float32.
 
-    `platform` is the hardware that multiplies; None if it is unknown. `explained` has the ids of
-    the nodes that a finding is about, which later searches skip.
+    `platform` is the hardware that multiplies; None if it is unknown. `explained` has nodes that a
+    finding is about: later searches skip them.
     """
 
     def __init__(self, graph: Graph, platform: str | None) -> None:
         self.graph, self.platform, self.streams = graph, platform, Streams(graph)
-        self.explained: set[int] = set()
+        self.explained: set[Node] = set()
 
     def key(self, node: Node) -> Key:
         """Returns where a product is, which is the same forward and backward."""

@@ -1,14 +1,14 @@
-"""Streams: what becomes of values that are wider than 16 bits, in a step that computes in 16 bits.
+"""Streams: float32 or float64 values in a step that computes in 16 bits, and what they lead to.
 
 A wide value that is computed from 16-bit ones belongs to a stream, which starts where they became
 wide: at a cast, at a promotion, where a 16-bit array met a wide one, or at a wide product. A stream
-ends where its values are cast back. What it does until then tells an island from a leak: an island
-is a norm, a softmax or a loss that is computed in float32. It returns to 16 bits, or ends in the
-loss, before a product reads it and before it widens what other modules computed in 16 bits.
+ends where its values are cast back. It is an island or a leak. An island is a norm, a softmax or a
+loss that is computed in float32: it returns to 16 bits, or ends in the loss, before a product reads
+it and before it widens 16-bit results of other modules.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from jmpx._inspect.audit.values import (
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.where import where
 
-# Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
+# Operations that need float32: with one of them, such as a norm, a stream may be an island.
 _OF_ISLANDS = frozenset(
     """
     reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cumlogsumexp
@@ -48,10 +48,10 @@ class Stream:
     cause: Value | None = None  # the wide value that a 16-bit one met there
     # The products that are wide because of it, its own among them.
     products: list[Node] = dataclasses.field(default_factory=list)
-    # Where it widened what another module or function had computed in 16 bits.
+    # The nodes where it widened 16-bit results of another module or function.
     widened: list[Node] = dataclasses.field(default_factory=list)
     nbytes: int = 0  # of its values that are saved for the backward pass
-    is_island: bool = False  # whether it computes what an island is made for
+    is_island: bool = False  # whether it has one of `_OF_ISLANDS`
     into: "Stream | None" = None  # the stream that it became a part of
 
     @property
@@ -71,20 +71,29 @@ class Stream:
 
 
 class Streams:
-    """The streams of a graph, found in one pass over its forward part."""
+    """The streams of a graph, found in one pass over `forward`.
+
+    `forward` has the nodes that are neither of the backward pass nor read its results.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._streams: list[Stream] = []
-        self._of: dict[int, Stream] = {}  # the id of a value -> its stream
-        self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
-        self.forward = list(_forward(graph))
-        # Of products in float32, and of those in 16 bits, or that were so without a leak.
+        self._of: dict[Value, Stream] = {}
+        self._casts: dict[Value, Node] = {}  # of values that were only moved since
+        self.forward: list[Node] = []
+        after: set[Value] = set()  # results of the other nodes
+        for node in graph.nodes:
+            if node.is_backward or not after.isdisjoint(node.first_operands):
+                after.update(node.results)
+            else:
+                self.forward.append(node)
+        # FLOPs of products that are meant to be wide, and of those that are not.
         self._flops = [0, 0]
         for node in self.forward:
             stream = self._visit(node)
             if stream is not None:
-                self._of.update((id(v), stream) for v in node.results if v.dtype in WIDE)
+                self._of.update((v, stream) for v in node.results if v.dtype in WIDE)
         # A step computes in 16 bits if most of its products do, or its outermost policy.
         wide, half = self._flops
         self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
@@ -100,8 +109,8 @@ class Streams:
         if node.name != CAST:
             return self._combine(node)
         if node.operands[0].dtype not in LOW:
-            return self._of.get(id(node.operands[0]))
-        self._casts[id(node.results[0])] = node
+            return self._of.get(node.operands[0])
+        self._casts[node.results[0]] = node
         return self._start("cast", node)
 
     def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
@@ -111,18 +120,16 @@ class Streams:
     def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
         """Returns the wide values: fresh from casts, other ones of streams, and of no stream."""
         wide = [value for value in operands if value.dtype in WIDE]
-        return (
-            [value for value in wide if id(value) in self._casts],
-            [v for v in wide if id(v) in self._of and id(v) not in self._casts],
-            [value for value in wide if id(value) not in self._of],
-        )
+        cast = [value for value in wide if value in self._casts]
+        other = [value for value in wide if value not in self._of]
+        return cast, [v for v in wide if v in self._of and v not in self._casts], other
 
     def _combine(self, node: Node) -> Stream | None:
         """Follows streams through a node that is neither a cast nor a product."""
         cast, wide, other = self._met(node.first_operands)
         if node.name in MOVES and cast and not wide:
-            self._casts.update((id(value), self._casts[id(cast[0])]) for value in node.results)
-            return self._of[id(cast[0])]
+            self._casts.update((value, self._casts[cast[0]]) for value in node.results)
+            return self._of[cast[0]]
         if not cast and not wide:
             return None
         stream = self._united(wide or cast)
@@ -136,26 +143,26 @@ class Streams:
         return stream
 
     def _united(self, values: list[Value]) -> Stream:
-        """Returns the stream of values that meet: a leak if one is, else one island of them all."""
-        streams = list(dict.fromkeys(self._of[id(value)].whole for value in values))
+        """Returns the stream of values that meet: the first leak, else all of them as one."""
+        streams = list(dict.fromkeys(self._of[value].whole for value in values))
         first = next((stream for stream in streams if stream.kind != "cast"), streams[0])
         for stream in streams:
             stream.merge_into(first)
         return first
 
     def _widen(self, stream: Stream, value: Value, node: Node) -> None:
-        """Notes that a stream meets a value that was cast up for it."""
-        cast, part = self._casts[id(value)], self._of[id(value)].whole
+        """Adds a value to a stream that it was cast up for."""
+        part = self._of[value].whole
         if part is stream or part.kind != "cast":
             return
         part.merge_into(stream)
-        if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
-            if self._home(stream.node) != self._home(node):
-                stream.widened.append(node)
+        is_own = value.size == 1 or not _is_computed(self._casts[value].operands[0])
+        if not is_own and not self.is_asked(node) and self._home(stream.node) != self._home(node):
+            stream.widened.append(node)
 
     def _product(self, node: Node) -> Stream | None:
         cast, wide, other = self._met(node.operands[:2])
-        parts = [self._of[id(value)].whole for value in (*cast, *wide)]
+        parts = [self._of[value].whole for value in (*cast, *wide)]
         if not parts and not other:
             self._flops[1] += flops(node)
             return self._start("cast", node) if node.results[0].dtype in WIDE else None
@@ -164,7 +171,7 @@ class Streams:
             for part in parts:
                 part.is_island = True
             return stream
-        leaks = [self._of[id(value)].whole for value in wide]
+        leaks = parts[len(cast) :]
         if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
             stream = leaks[0]
         else:
@@ -181,24 +188,24 @@ class Streams:
 
     def is_of_leak(self, value: Value) -> bool:
         """Whether a value belongs to a stream that a finding is about."""
-        stream = self._of[id(value)].whole if id(value) in self._of else None
+        stream = self._of[value].whole if value in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
     def origin(self, value: Value | None) -> Node | None:
         """Returns what made the first wide value that a value is computed from, if anything did."""
         node = None if value is None or not _is_computed(value) else value.node
-        while node is not None and id(node.results[0]) not in self._of:
+        while node is not None and node.results[0] not in self._of:
             wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
             earlier = next(wide, None)
             if earlier is None:
                 return node
             node = earlier
-        return None if node is None else self._of[id(node.results[0])].whole.node
+        return None if node is None else self._of[node.results[0]].whole.node
 
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision.
 
-        A product that sums up all products of two arrays is a norm, say.
+        A product that sums over all axes is taken for a norm, which is meant to be in float32.
         """
         place, program = where(node.scope), self._graph.program
         if place.is_full or (is_product(node) and (is_precise(node.eqn) or _is_inner(node))):
@@ -206,16 +213,16 @@ class Streams:
         policy = self._graph.policy(node)
         if place.module is None or not policy or compute_dtype(policy) not in WIDE:
             return False
-        parts = place.module.path.split("/")  # A rule may be for a module around it.
+        parts = place.module.path.split("/")  # a rule may be for a module around it
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
-        """Whether the cast of a value was not written by the user, but is part of an operation."""
-        return call(self._casts[id(value)]) == call(node)
+        """Whether JAX cast a value as a part of an operation, and not the user."""
+        return call(self._casts[value]) == call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
-        cast = [value for value in node.operands if id(value) in self._casts]
+        cast = [value for value in node.operands if value in self._casts]
         return any(not self._is_silent(value, node) for value in cast)
 
     def _home(self, node: Node) -> tuple[str, str]:
@@ -226,32 +233,22 @@ class Streams:
         return found.path, place.function if place else ""
 
     def _saved(self, node: Node) -> int:
-        """Returns the bytes of floats that the backward pass reads, which streams count, too."""
+        """Returns the bytes of floats that the backward pass reads, and adds them to streams."""
         saved = [v for v in node.results if any(reader.is_backward for reader in v.readers)]
         for value in saved:
-            if value.dtype in WIDE and id(value) in self._of and not self.is_asked(node):
-                own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
+            if value.dtype in WIDE and value in self._of and not self.is_asked(node):
+                own = self._of[value]  # a loss that a leak reaches keeps its own bytes
                 (own if own.is_island else own.whole).nbytes += value.nbytes
         return sum(value.nbytes for value in saved if value.dtype in WIDE | LOW)
 
 
-def _forward(graph: Graph) -> Iterator[Node]:
-    """Yields the nodes that a gradient is computed of: not the backward pass, nor what reads it."""
-    after: set[int] = set()
-    for node in graph.nodes:
-        if node.is_backward or any(id(value) in after for value in node.first_operands):
-            after.update(map(id, node.results))
-        else:
-            yield node
-
-
 def _is_computed(value: Value) -> bool:
-    """Whether arithmetic made a value, and not only moves and casts of an argument."""
+    """Whether arithmetic made a value: it is no argument or constant, moved or cast."""
     return before(value, MOVES_AND_CASTS | {"carry", "join"}).node is not None
 
 
 def _is_inner(node: Node) -> bool:
-    """Whether a product has neither rows nor columns: a sum of products, such as a norm."""
+    """Whether a product sums over all axes of both operands, as a norm does."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
