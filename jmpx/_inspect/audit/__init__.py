@@ -9,8 +9,8 @@ The way through it:
   bits), `hazards.py` (operations and sums in 16 bits) and `hardware.py` (what a platform does).
   **A new kind of finding** is a `FindingKind` in `KINDS` of one of them, code in its `search`, and
   a row in the table of `docs/audit.md`. A new file needs its name in `_SEARCHES` of `api.py`, too.
-- The searches share `step.py` (the audited step, how a finding is made, and rules that may mend
-  it), `streams.py` (float32 values in a step of 16 bits) and `values.py` (facts about values).
+- The searches share `step.py` (the audited step, its streams of float32 values, how a finding is
+  made, and rules that may mend it) and `values.py` (facts about nodes and values).
 - `summary.py` counts products, saved values, casts and scopes.
 
 It imports `_autocast` for the table of products, `_remat` for batched ones, `_policies` for rules

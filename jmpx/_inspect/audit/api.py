@@ -172,7 +172,7 @@ def _tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
 
 
 class _Trials:
-    """Programs that are traced again, each rule once."""
+    """The program, traced again under each rule once."""
 
     def __init__(self, graph: Graph, platform: str | None, found: Sequence[UntriedFinding]) -> None:
         self._graph, self._platform = graph, platform
@@ -195,7 +195,7 @@ class _Trials:
             new = self._worst_new(rule, group, own)
             if new is not None and new > rank:
                 return text, "{}"
-            # Another rule mends what is as bad: where a norm returns float32, that of a layer.
+            # A new finding that is as bad has a rule of its own: a norm in float32, then a layer.
             second = second or (text if new == rank else "")
         is_lost = candidates and not second
         return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
-from jmpx._inspect.audit.streams import Stream
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
 from jmpx._inspect.audit.values import (
     LOW,
     MOVES_AND_CASTS,
