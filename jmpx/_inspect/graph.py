@@ -176,10 +176,10 @@ def _nearest(
     through: Callable[[Node], Iterable[Value]],
     limit: int | None,
 ) -> Iterator[Node]:
-    waiting, seen = deque[Node](), set[int]()
+    waiting, seen = deque[Node](), set[Node]()
     while True:
-        new = {id(node): node for value in values for node in neighbours(value)}
-        waiting += (node for key, node in new.items() if key not in seen)
+        new = dict.fromkeys(node for value in values for node in neighbours(value))
+        waiting += (node for node in new if node not in seen)
         seen.update(new)
         if not waiting or (limit is not None and len(seen) >= limit):
             return

@@ -125,11 +125,7 @@ def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
     result: list[UntriedFinding] = []
     for group in groups.values():
         worst = min(group, key=lambda found: SEVERITIES.index(found.finding.severity))
-        finding = worst.finding._replace(
-            count=sum(found.finding.count for found in group),
-            flops=sum(found.finding.flops for found in group),
-            nbytes=sum(found.finding.nbytes for found in group),
-        )
+        finding = worst.finding.with_sizes_of(found.finding for found in group)
         nodes = [node for found in group for node in found.nodes]
         result.append(worst._replace(finding=finding, nodes=nodes))
     return tuple(sorted(result, key=_rank))
@@ -176,7 +172,7 @@ def _tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
 
 
 class _Trials:
-    """Programs that are traced again, each rule once."""
+    """The program, traced again under each rule once."""
 
     def __init__(self, graph: Graph, platform: str | None, found: Sequence[UntriedFinding]) -> None:
         self._graph, self._platform = graph, platform
@@ -199,7 +195,7 @@ class _Trials:
             new = self._worst_new(rule, group, own)
             if new is not None and new > rank:
                 return text, "{}"
-            # Another rule mends what is as bad: where a norm returns float32, that of a layer.
+            # A new finding that is as bad has a rule of its own: a norm in float32, then a layer.
             second = second or (text if new == rank else "")
         is_lost = candidates and not second
         return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"

@@ -36,40 +36,32 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
 
 def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
     products = [node for node in step.graph.nodes if is_product(node)]
-    found = [node for node in products if not node.is_backward and _is_left_to_hardware(node)]
-    if not found:
-        return
+    forward = [node for node in products if not node.is_backward]
+    # Those in float32 for which neither the code nor a policy says how to multiply.
+    found = [
+        node
+        for node in forward
+        if all(value.dtype == np.float32 for value in node.operands[:2])
+        and node.eqn.params["precision"] is None
+    ]
     bits = f"in {inside}, whose factors keep {DIGITS[inside]} of 24 bits"
-    if any(is_low(value) for node in products for value in node.operands):
-        yield from (_product(step, node, bits) for node in found)
+    if found and not any(is_low(value) for node in products for value in node.operands):
+        # One rule mends all products of a model in float32: one finding, of no scope.
+        count, total = sum(node.times for node in found), sum(map(flops, found))
+        text = f"The hardware multiplies {count_text(count, 'float32 product')} {bits}."
+        advice = "matmul=highest in the default policy, or jax.default_matmul_precision('highest')"
+        one = step.found(_PLATFORM, "high", found[0], text, advice, count=count, flops=total)
+        yield one._replace(finding=one.finding._replace(scope=""))
         return
-    # In a model that is all in float32, one rule mends all products: one finding, of no scope.
-    count, total = sum(node.times for node in found), sum(map(flops, found))
-    text = f"The hardware multiplies {count_text(count, 'float32 product')} {bits}."
-    advice = "matmul=highest in the default policy, or jax.default_matmul_precision('highest')"
-    one = step.found(_PLATFORM, "high", found[0], text, advice, count=count, flops=total)
-    yield one._replace(finding=one.finding._replace(scope=""))
-
-
-def _is_left_to_hardware(node: Node) -> bool:
-    """Whether a product is in float32, and neither it nor a policy says how to multiply."""
-    is_full = all(value.dtype == np.float32 for value in node.operands[:2])
-    return is_full and node.eqn.params["precision"] is None
-
-
-def _product(step: AuditedStep, node: Node, bits: str) -> UntriedFinding:
-    policy, selector = step.graph.policy(node), step.graph.selector(node)
-    is_asked = where(node.scope).is_full or (bool(policy) and compute_dtype(policy) == np.float32)
-    why = ", though a rule asks for float32" if is_asked else ""
-    return step.found(
-        _PLATFORM,
-        "high" if is_asked else "low",
-        node,
-        f"The hardware multiplies this float32 product {bits}{why}.",
-        "precision='highest' of the product",
-        *([f"{selector}: m=highest"] if selector else ()),
-        flops=flops(node),
-    )
+    for node in found:
+        policy, selector = step.graph.policy(node), step.graph.selector(node)
+        is_full = bool(policy) and compute_dtype(policy) == np.float32
+        is_asked = is_full or where(node.scope).is_full
+        why = ", though a rule asks for float32" if is_asked else ""
+        text = f"The hardware multiplies this float32 product {bits}{why}."
+        rules = () if selector is None else (f"{selector}: m=highest",)
+        advice, severity = "precision='highest' of the product", "high" if is_asked else "low"
+        yield step.found(_PLATFORM, severity, node, text, advice, *rules, flops=flops(node))
 
 
 def _is_low_batched(node: Node) -> bool:

@@ -12,17 +12,12 @@ from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
     before,
-    digits,
     is_at_most_zero,
     is_low,
     is_sum_of_exponentials,
     is_view,
-    largest_count,
-    low_dtype,
-    low_nbytes,
     number,
     source,
-    worst,
 )
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._jaxprs.scopes import ROUNDED
@@ -53,8 +48,8 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             yield from _gradient(step, node)
         elif node.is_carry and is_low(node.results[0]):
             yield from _carry(step, node)
-        dtype = None if node.is_structure else low_dtype(node)
-        if dtype is None or id(node) in step.explained:
+        dtype = next((value.dtype for value in node.operands if is_low(value)), None)
+        if dtype is None or node.is_structure or node in step.explained:
             continue
         if node.name in _HAZARDS and not node.is_backward:
             yield from _numeric(step, node, dtype)
@@ -62,6 +57,32 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             yield _collective(step, node, dtype, axes)
         elif node.name in _TERMS and is_low(node.results[0]):
             yield from _sum(step, node, dtype)
+
+
+# What 16 bits hold
+
+
+def _largest_count(dtype: np.dtype) -> int:
+    """Returns up to which number a dtype holds all integers: 256 for bfloat16, 2048 for float16.
+
+    A sum in that dtype that is as large does not change when 1 is added.
+    """
+    return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
+
+
+def _digits(dtype: np.dtype) -> str:
+    """Returns how many decimal digits a dtype keeps, in words."""
+    return "2 to 3 digits" if dtype == jnp.bfloat16 else "3 to 4 digits"
+
+
+def _worst(dtype: np.dtype) -> str:
+    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
+    return "high" if dtype == jnp.float16 else "medium"
+
+
+def _low_nbytes(node: Node) -> int:
+    """Returns the bytes of the 16-bit operands of all runs of a node."""
+    return node.times * sum(value.nbytes for value in node.operands if is_low(value))
 
 
 # Exponentials and their like
@@ -73,7 +94,7 @@ def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[Untried
         severity, what = hazard
         advice = f"x.astype(jnp.float32) before {node.name}"
         message = f"{node.name} in {dtype.name} {what}."
-        yield step.found(_EXP, severity, node, message, advice, nbytes=low_nbytes(node))
+        yield step.found(_EXP, severity, node, message, advice, nbytes=_low_nbytes(node))
 
 
 def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
@@ -87,31 +108,31 @@ def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
         is_stable = any(each.eqn.params.get("name") in _STABLE for each in node.outwards)
         return None if is_stable else ("low", message)
     limit = math.log(float(info.max)) / rate
-    return worst(dtype), f"overflows beyond {limit:.2f}, and {error} 8"
+    return _worst(dtype), f"overflows beyond {limit:.2f}, and {error} 8"
 
 
 def _logarithm(node: Node, dtype: np.dtype) -> _Hazard:
     info = jnp.finfo(dtype)
     if is_sum_of_exponentials(node.operands[0]):
-        return "low", f"of a sum of exponentials keeps {digits(dtype)}"
+        return "low", f"of a sum of exponentials keeps {_digits(dtype)}"
     message = f"takes numbers within {float(info.eps) / 2:.2%} of 1 for 1"
     if dtype == jnp.float16:
         message += f", and those below {float(info.smallest_subnormal):.0e} for 0"
-    return worst(dtype), message
+    return _worst(dtype), message
 
 
 def _root(node: Node, dtype: np.dtype) -> _Hazard:
     limits = ", between 6e-8 and 65504" if dtype == jnp.float16 else ""
-    return worst(dtype), f"reads an argument that keeps {digits(dtype)}{limits}"
+    return _worst(dtype), f"reads an argument that keeps {_digits(dtype)}{limits}"
 
 
 def _power(node: Node, dtype: np.dtype) -> _Hazard:
     message = "overflows beyond 65504, and" if dtype == jnp.float16 else "loses digits:"
-    return worst(dtype), f"{message} its exponent multiplies the relative error of its base"
+    return _worst(dtype), f"{message} its exponent multiplies the relative error of its base"
 
 
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
-    text = f"of numbers beyond {largest_count(dtype)} is noise: they are rounded to steps of 2"
+    text = f"of numbers beyond {_largest_count(dtype)} is noise: they are rounded to steps of 2"
     return "medium", f"{text} and more"
 
 
@@ -139,12 +160,12 @@ _HAZARDS: dict[str, Callable[[Node, np.dtype], _Hazard]] = {
 
 def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
     is_scatter = node.name == "scatter_add"
-    terms, limit = _TERMS[node.name](node), largest_count(dtype)
+    terms, limit = _TERMS[node.name](node), _largest_count(dtype)
     if terms <= limit or (node.is_backward and not is_scatter):
         return
     severity = "medium"
     if is_scatter:
-        # Where there are more terms than places can take, some place gets too many.
+        # If there are more terms than all places can hold, at least one place gets too many.
         places = node.operands[0].size * terms // max(node.operands[2].size, 1)
         severity = "high" if terms > limit * places else "medium"
     what = "The gradient of a lookup" if node.is_backward else node.name
@@ -153,11 +174,11 @@ def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFind
         "there a sum may stand still."
     )
     advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
-    yield step.found(_SUM, severity, node, message, advice, nbytes=low_nbytes(node))
+    yield step.found(_SUM, severity, node, message, advice, nbytes=_low_nbytes(node))
 
 
 def _gradient(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
-    """Yields a finding about a gradient that `r=f32` has widened after it was rounded."""
+    """Yields a finding about a gradient that was rounded before `r=f32` widened it."""
     rounded = cast.operands[0]
     maker = before(rounded, MOVES).node or cast
     is_sum = maker.name in ("reduce_sum", "mul")
@@ -186,7 +207,7 @@ def _scattered(node: Node) -> int:
 
 
 def _are_distinct(indices: Value) -> bool:
-    """Whether indices count rows, as in `x[jnp.arange(n), labels]`, or are an order of rows."""
+    """Whether indices are a range of rows, as in `x[jnp.arange(n), labels]`, or sort rows."""
 
     def through(node: Node) -> list[Value]:
         is_joined = node.name in ("concatenate", "select_n", "add", "clamp")
@@ -215,14 +236,14 @@ def _named_axes(node: Node) -> list[str]:
 
 def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str]) -> UntriedFinding:
     over = ", ".join(map(repr, axes))
-    message = f"{node.name} over {over} sums in {dtype.name}, which keeps {digits(dtype)}."
+    message = f"{node.name} over {over} sums in {dtype.name}, which keeps {_digits(dtype)}."
     advice = (
         "r=f32 in the policy of jmpx's gradient functions, or the cast to float32 before the sum"
     )
     select = None if node.is_backward else step.graph.selector(node)
     rules = () if select is None else (f"{select}: full",)
-    nbytes = low_nbytes(node)
-    return step.found(_COLLECTIVE, worst(dtype), node, message, advice, *rules, nbytes=nbytes)
+    nbytes = _low_nbytes(node)
+    return step.found(_COLLECTIVE, _worst(dtype), node, message, advice, *rules, nbytes=nbytes)
 
 
 # Sums that a loop carries
@@ -233,7 +254,7 @@ def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
     addition, decay = (None, 1.0) if count in (0, 1) else _addition(carry)
     if addition is None:
         return
-    total, limit = carry.results[0], largest_count(carry.results[0].dtype)
+    total, limit = carry.results[0], _largest_count(carry.results[0].dtype)
     many = min(math.inf if count is None else count, math.inf if decay == 1 else 1 / (1 - decay))
     severity = "high" if many > limit else "medium" if many > limit // 16 else "low"
     if severity == "low" and decay < 1:  # as the state of a recurrent layer, which forgets
@@ -259,7 +280,7 @@ def _addition(carry: Node) -> tuple[Node | None, float]:
     """
     old, new = carry.results[0], carry.operands[-1]
     pending: list[tuple[Value, Node | None, list[Value], float]] = [(new, None, [], 1.0)]
-    seen = {id(new)}
+    seen = {new}
     while pending:
         value, addition, addends, decay = pending.pop()
         if value is old:
@@ -269,15 +290,15 @@ def _addition(carry: Node) -> tuple[Node | None, float]:
                 return addition, decay
             continue
         for held, factor, *added in _held(value.node):
-            if held is old or id(held) not in seen:
-                seen.add(id(held))
+            if held is old or held not in seen:
+                seen.add(held)
                 node = value.node if added else addition
                 pending.append((held, node, [*addends, *added], decay * factor))
     return None, 1.0
 
 
 def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
-    """Returns the operands that may be the sum so far, their factors, and what is added to them."""
+    """Returns the operands that may be the sum so far, with their factors and their addends."""
     if node is None:
         return []
     if is_view(node):

@@ -50,6 +50,11 @@ class Finding(NamedTuple):
     flops: int = 0
     nbytes: int = 0
 
+    def with_sizes_of(self, group: Iterable["Finding"]) -> "Finding":
+        """Returns the finding with the sums of the counts, FLOPs and bytes of a group."""
+        count, flops, nbytes = map(sum, zip(*(each[-3:] for each in group), strict=True))
+        return self._replace(count=count, flops=flops, nbytes=nbytes)
+
 
 class Products(NamedTuple):
     """The matrix products and convolutions of operand dtypes such as `"bfloat16 x bfloat16"`.
@@ -256,14 +261,9 @@ def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    width = _WIDTH - len(indent)
+    lines = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent(lines, indent)
 
 
 def _left_out(number: int, what: str) -> list[str]:
@@ -303,9 +303,8 @@ def _finding_text(finding: Finding) -> str:
     ]
     head, indent = f"{finding.severity:{_INDENT}}{', '.join(filter(None, facts))}", " " * _INDENT
     remedy = finding.rule or finding.advice  # in one line, to be copied
-    return "\n".join(
-        [head, _wrapped(finding.message, indent), *([indent + remedy] if remedy else [])]
-    )
+    lines = [head, _wrapped(finding.message, indent), indent + remedy]
+    return "\n".join(lines if remedy else lines[:-1])
 
 
 def _scope_table(scopes: Iterable[Scope], is_full: bool) -> Table:
@@ -364,14 +363,13 @@ def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
 def _alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns findings with those of layers that are alike as one, whose rule selects all."""
     return tuple(
-        group[0]._replace(
+        group[0]
+        ._replace(
             message=common([each.message for each in group], _DECIMAL, "{} to {}"),
             scope=common([each.scope for each in group]),
             rule=common([each.rule for each in group]),
             advice="" if group[0].rule else common([each.advice for each in group]),
-            count=sum(each.count for each in group),
-            flops=sum(each.flops for each in group),
-            nbytes=sum(each.nbytes for each in group),
         )
+        .with_sizes_of(group)
         for group in alike_groups(findings)
     )

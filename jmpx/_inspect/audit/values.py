@@ -44,13 +44,12 @@ def is_product(node: Node) -> bool:
     return node.name in FLOPS
 
 
-_ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # by how their names start
+_ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # the beginnings of their names
 
 
 def multiplied(node: Node) -> list[str]:
     """Returns the names of the dtypes that a product multiplies in."""
-    precision = node.eqn.params.get("precision")
-    name = getattr(precision, "name", "")
+    name = getattr(node.eqn.params.get("precision"), "name", "")
     if not name.endswith(("_X3", "_X6", "_X9")):  # which multiply several parts of each number
         for start, dtype in _ALGORITHMS.items():
             if name.startswith(start):
@@ -64,34 +63,6 @@ def multiplied(node: Node) -> list[str]:
 def is_low(value: Value) -> bool:
     """Whether a value has 16 bits."""
     return value.dtype in LOW
-
-
-def largest_count(dtype: np.dtype) -> int:
-    """Returns up to which number a dtype holds all integers: 256 for bfloat16, 2048 for float16.
-
-    A sum in that dtype that is as large does not change when 1 is added.
-    """
-    return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
-
-
-def digits(dtype: np.dtype) -> str:
-    """Returns how many decimal digits a dtype keeps, in words."""
-    return "2 to 3 digits" if dtype == jnp.bfloat16 else "3 to 4 digits"
-
-
-def worst(dtype: np.dtype) -> str:
-    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
-    return "high" if dtype == jnp.float16 else "medium"
-
-
-def low_dtype(node: Node) -> np.dtype | None:
-    """Returns the 16-bit dtype of a node's first operand that has one; None if none has."""
-    return next((value.dtype for value in node.operands if is_low(value)), None)
-
-
-def low_nbytes(node: Node) -> int:
-    """Returns the bytes of the 16-bit operands of all runs of a node."""
-    return node.times * sum(value.nbytes for value in node.operands if is_low(value))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,7 +87,7 @@ def half_dtype(graph: Graph) -> str:
 
 
 def before(value: Value, names: Collection[str]) -> Value:
-    """Returns what a value was before the nodes of some names, through their first operands."""
+    """Returns the value before nodes of some names, following their first operands."""
     while value.node is not None and value.node.name in names:
         value = value.node.operands[0]
     return value
@@ -128,7 +99,7 @@ def is_view(node: Node) -> bool:
 
 
 def source(value: Value) -> Value:
-    """Returns the value whose numbers a value has: casts, copies and shapes are left out."""
+    """Returns the value that casts, copies and reshapes made a value of."""
     while value.node is not None and is_view(value.node):
         value = value.node.operands[0]
     return value
@@ -172,7 +143,7 @@ _WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one at least as 
 
 
 def is_at_most_zero(value: Value) -> bool:
-    """Whether all numbers of a value are at most 0, because a maximum of theirs was subtracted."""
+    """Whether all numbers of a value are at most 0, as those of which the maximum is subtracted."""
     return _sign(value, _DEPTH) < 0
 
 
