@@ -5,6 +5,7 @@ products and collectives that it is computed from, and its integer if it bounds 
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Value(NamedTuple):
     number: Number | None = None
 
 
-UNKNOWN, CONSTANT = Value(), Value(None)
+UNKNOWN = Value()
 Tree = Any  # a Value, or a tuple of trees
 
 
@@ -167,16 +168,12 @@ class _Run:
             del self.found[before:]
             state = after
         self._called(one, condition, [state])
-        trips = one.trips
-        if trips is None:
+        if (trips := one.trips) is None:
             trips = self._trips(condition, initial, state, returned)
-        self.found[before:] = [
-            each._replace(
-                times=each.times * (1 if trips is None else trips),
-                in_while=each.in_while or trips is None,
-            )
-            for each in self.found[before:]
-        ]
+        for index, each in enumerate(self.found[before:], before):
+            each = each._replace(in_while=True) if trips is None else each
+            times = each.times if trips is None else each.times * trips
+            self.found[index] = each._replace(times=times)
         return state
 
     def _carried(self, before: Value, after: Value) -> Value:
@@ -207,18 +204,19 @@ class _Run:
 
 def _computed(one: Instruction, operands: list[Tree]) -> Tree:
     """Returns the result of an instruction that calls nothing, and is not a candidate."""
-    kind, number = one.kind, one.number
+    kind = one.kind
     if one.target in SHARDINGS or one.target.startswith(SHARDY):
         kind = "tuple" if one.types.startswith("(") else "copy"
     if kind in CONSTANTS:
-        return CONSTANT if number is None else CONSTANT._replace(number=Number(0, number))
+        is_integer = kind == "constant" and re.match(r"[su]\d+\[\]", one.types)
+        return Value(None, number=Number(0, int(one.operands)) if is_integer else None)
     if kind == "tuple":
         return tuple(operands)
     if kind in MOVES or kind.endswith(("-done", "-update")):
         return operands[0]
     if kind == "get-tuple-element":
         (whole,) = operands
-        return whole if isinstance(whole, Value) else whole[number or 0]
+        return whole if isinstance(whole, Value) else whole[int(one.attributes["index"])]
     if kind in COMBINES:
         return _combined(kind, operands)
     return Value(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN

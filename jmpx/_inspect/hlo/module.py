@@ -16,10 +16,9 @@ _OPERAND = re.compile(r"(%[\w.-]+)((?:#\d+)*)")
 # are read as its own; the others have a string, a list such as `{%a, %b}`, or a word.
 _ATTRIBUTE = re.compile(r"""\b(\w+)=("(?:[^"\\]|\\.)*"|\{[^{}"=]*\}|[^\s,{}"]+)""")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = {
-    "while": ("condition", "body"),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
+_CALLED = (
+    "condition body branch_computations true_computation false_computation calls to_apply".split()
+)
 Array = tuple[str, tuple[int, ...]]  # its dtype and its shape
 
 
@@ -60,22 +59,13 @@ class Instruction:
         """The computations that it calls; of a loop: its condition, then its body."""
         if self.kind.endswith(("-done", "-update")):  # which name what `async-start` called
             return []
-        keys = _CALLED.get(self.kind, ("calls", "to_apply"))
-        names = " ".join(self.attributes.get(key, "") for key in keys)
+        names = " ".join(self.attributes.get(key, "") for key in _CALLED)
         return [name for name, _ in _OPERAND.findall(names)]
 
     @property
     def key(self) -> str:
         """A name that is the only one: two computations may use the same."""
         return self.computation + self.name
-
-    @property
-    def number(self) -> int | None:
-        """The value of a constant integer, or which part of a tuple is taken."""
-        if self.kind == "get-tuple-element":
-            return int(self.attributes["index"])
-        is_integer = self.kind == "constant" and re.match(r"[su]\d+\[\]", self.types)
-        return int(self.operands) if is_integer else None
 
     @property
     def trips(self) -> int | None:

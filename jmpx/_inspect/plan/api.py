@@ -27,7 +27,6 @@ _NO_DONATION = (
 )
 _UNTUNED = "Nothing is tuned without the GPU: a real run fuses a little more or less."
 _PARTS = 3  # how many shares are shown
-_COLUMNS = "peak fits FLOP products saved accessed sent collectives compiled".split()
 _FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
 
 
@@ -243,28 +242,31 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
 
 def _cells(rows: Sequence[Planned]) -> list[list[str]]:
     """Returns the rows of the table, its header first, without columns that are empty."""
-    table, is_compiled = [["", *_COLUMNS]], any(row.peak for row in rows)
-    for row in rows:
-        # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
-        names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
-        flops = sum(each.flops for each in row.products)
-        products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
-        table.append(
-            [
-                row.policy,
-                _bytes(row.peak),
-                {True: "yes", False: "no", None: ""}[row.fits],
-                flop_text(flops) if flops else "",
-                _shares(products),
-                "" if is_compiled else _bytes(sum(row.saved.values())),  # as JAX sees it, not XLA
-                _bytes(row.accessed),
-                _bytes(sum(row.sent.values())),
-                _shares(row.sent),
-                "" if row.seconds is None else f"{row.seconds:.0f} s",
-            ]
-        )
-    kept = [n for n in range(len(table[0])) if n == 0 or any(row[n] for row in table[1:])]
-    return [[row[n] for n in kept] for row in table]
+    is_compiled = any(row.peak for row in rows)
+    table = [_row(row, is_compiled) for row in rows]
+    kept = [name for name in table[0] if not name or any(row[name] for row in table)]
+    return [kept, *([row[name] for name in kept] for row in table)]
+
+
+def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
+    """Returns the cells of a row, by the names of their columns."""
+    # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+    names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+    products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
+    flops = sum(each.flops for each in row.products)
+    return {
+        "": row.policy,
+        "peak": _bytes(row.peak),
+        "fits": {True: "yes", False: "no", None: ""}[row.fits],
+        "FLOP": flop_text(flops) if flops else "",
+        "products": _shares(products),
+        # As JAX sees it, not XLA.
+        "saved": "" if is_compiled else _bytes(sum(row.saved.values())),
+        "accessed": _bytes(row.accessed),
+        "sent": _bytes(sum(row.sent.values())),
+        "collectives": _shares(row.sent),
+        "compiled": "" if row.seconds is None else f"{row.seconds:.0f} s",
+    }
 
 
 def _bytes(number: float | None) -> str:

@@ -29,7 +29,6 @@ from jmpx._inspect.plan.chips import Chip
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds
-from jmpx._jaxprs.types import Equation
 
 _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".split()
 # The words of a TPU's compiler about a program that does not fit.
@@ -57,7 +56,8 @@ def _named(sharding: object) -> NamedSharding | None:
 
 def ask(program: Program, chip: Chip) -> dict[str, Any]:
     """Returns the `answer` of a program on a chip, or an `error` if its process died."""
-    if any_holds(program.jaxpr, _calls_python):
+    python = re.compile("callback|^debug_print$")
+    if any_holds(program.jaxpr, lambda eqn: bool(python.search(eqn.primitive.name))):
         return {"error": "It calls Python, as jax.debug.print does, which no file can hold."}
     donated, shardings = placed(program)
     both = zip(program.jaxpr.in_avals, shardings, strict=True)
@@ -89,10 +89,6 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
             part.write_text(json.dumps(found))
             part.replace(path)
     return found
-
-
-def _calls_python(eqn: Equation) -> bool:
-    return "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
 
 
 def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
