@@ -5,6 +5,7 @@ products and collectives that it is computed from, and its integer if it bounds 
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -57,11 +58,14 @@ def _joined(trees: Iterable[Tree]) -> Tree:
     return functools.reduce(lambda a, b: _together(_join, a, b), trees)
 
 
+# Their result is a copy of their first operand: all of it, a part, or in another dtype or place.
 MOVES = frozenset(
     "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
     "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
     "opt-barrier real reduce-precision reshape reverse slice transpose".split()
 )
+# Their result is a copy of an input if all operands are copies of it, or constants; that of others
+# in `COMBINES` is one if one operand is a copy and the rest are constants.
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
 UNARY = frozenset(
@@ -85,7 +89,7 @@ class _Run:
         self._module, self._candidates = module, candidates
         self._values: dict[str, Tree] = {}
         self._around: list[Instruction] = []
-        self._counters = 0
+        self._counters = itertools.count(1)
 
     def computation(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Evaluates a computation."""
@@ -180,8 +184,7 @@ class _Run:
         """Joins the carry before and after a trip; a number that changes is a counter."""
         number = before.number
         if number and number != after.number and not number.counter:
-            self._counters += 1
-            number = Number(self._counters, 0)
+            number = Number(next(self._counters), 0)
         return _join(before, after)._replace(number=number)
 
     def _trips(self, condition: str, *carries: Tree) -> int | None:
@@ -223,7 +226,7 @@ def _computed(one: Instruction, operands: list[Tree]) -> Tree:
 
 
 def _combined(kind: str, operands: list[Value]) -> Value:
-    """Returns the result of an operation on several arrays; of two inputs, it is neither."""
+    """Returns the result of an operation on several arrays: of two inputs, a copy of neither."""
     value = _joined(operands)._replace(number=None)
     if kind == "add":
         value = value._replace(number=_sum(operands[0].number, operands[1].number))

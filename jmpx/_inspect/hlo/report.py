@@ -17,6 +17,7 @@ from jmpx._inspect.hlo.module import Module
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.text import bytes_text, count_text, flop_text, share_text
 
+_COUNTS = "partitions", "replicas"
 _SIZES = "argument_size output_size alias_size temp_size peak_memory".split()  # of JAX
 _WIDTH, _NAME, _ROWS = 100, 36, 20  # characters of a note and of a name, and rows of a table
 _PRODUCTS_ON_CPU = (
@@ -171,14 +172,17 @@ def compiled(step: object) -> Compiled:
         step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
     outputs, platform, devices, memory, is_partitioned = [], None, None, None, True
     if isinstance(step, jax.stages.Lowered):
-        partitions, replicas = _partitions(step)
+        stablehlo: Any = step.compiler_ir("stablehlo")  # Any, as JAX does not annotate it
+        hlo: Any = step.compiler_ir("hlo")
+        counts = (stablehlo.operation.attributes[f"mhlo.num_{name}"] for name in _COUNTS)
+        partitions, replicas = (int(str(count).partition(" ")[0]) for count in counts)
         devices, is_partitioned = partitions * replicas, partitions == 1
-        hlo: Any = step.compiler_ir("hlo")  # JAX does not annotate what it is
         text, outputs = hlo.get_hlo_module().to_string(), _outputs(step)
     elif isinstance(step, jax.stages.Compiled):
         text, outputs, platform = step.as_text() or "", _outputs(step), _platform(step)
-        said: Any = step.memory_analysis()
-        memory = said and Memory(*(getattr(said, f"{name}_in_bytes") for name in _SIZES))
+        said = step.memory_analysis()  # None, or fields that differ by backend
+        sizes: list[Any] = [getattr(said, f"{name}_in_bytes", None) for name in _SIZES]
+        memory = None if None in sizes else Memory(*sizes)
     elif isinstance(step, str):
         text = step
     else:
@@ -202,23 +206,9 @@ def compiled(step: object) -> Compiled:
         _IN_WHILE: any(one.in_while for one in found),
         _IN_BRANCH: any(one.in_branch for one in found),
     }
-    return Compiled(
-        module.name,
-        module.devices,
-        platform,
-        tuple(one for one in products if one.kind != KERNEL),
-        collectives,
-        memory,
-        tuple(note for note, holds in notes.items() if holds),
-    )
-
-
-def _partitions(lowered: jax.stages.Lowered) -> list[int]:
-    """Returns how many partitions and replicas a program has."""
-    stablehlo: Any = lowered.compiler_ir("stablehlo")
-    attributes = stablehlo.operation.attributes
-    names = "mhlo.num_partitions", "mhlo.num_replicas"
-    return [int(str(attributes[name]).partition(" ")[0]) for name in names]
+    found = tuple(one for one in products if one.kind != KERNEL), collectives, memory
+    shown = tuple(note for note, holds in notes.items() if holds)
+    return Compiled(module.name, module.devices, platform, *found, shown)
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:

@@ -19,7 +19,7 @@ from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
 
-_NUMBERS = 16  # that an array among the arguments may have: a key, a count, a loss scale
+_NUMBERS = 16  # elements that an array argument may have: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions
 _NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
@@ -31,10 +31,10 @@ _FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-bli
 
 
 class Planned(NamedTuple):
-    """What a policy costs: None, or empty, where that is not known.
+    """The costs of a policy; None, or empty, where they are not known.
 
-    Products and saved bytes are those of the whole program, as it was traced; the rest
-    is what the compiler says of one chip.
+    Products and saved bytes are those of the whole program, as it was traced; the rest is that of
+    one chip, by its compiler.
     """
 
     policy: str
@@ -51,7 +51,7 @@ class Planned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Report):
-    """What `jmpx.inspect.plan` found: what a step costs under each policy.
+    """The costs of a step under each policy, as `jmpx.inspect.plan` predicts them.
 
     Attributes:
         step: the name of the step.
@@ -192,7 +192,7 @@ def plan(
 
 
 def _names(policies: object) -> list[str]:
-    """Returns the policies as a report names them; refuses what is no policy."""
+    """Returns the names of policies in a report; raises an error if one is no policy."""
     if isinstance(policies, str) or not isinstance(policies, Sequence) or not policies:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
@@ -203,7 +203,7 @@ def _names(policies: object) -> list[str]:
 
 
 def _made(make_step: Callable[[Any], Any], policy: object) -> Any:
-    """Returns a step and its arguments; refuses what is none."""
+    """Returns a step and its arguments; raises a `TypeError` if `make_step` returns others."""
     match made := make_step(policy):
         case (step, tuple()) if callable(step) and isinstance(made, tuple):
             return made
@@ -233,7 +233,7 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
         row = row._replace(**ask(program, chip))
     except Exception as error:  # such as an effect that JAX cannot export
         return row._replace(error=line_of(error))
-    # A GPU's compiler takes what does not fit, too.
+    # A GPU's compiler also compiles programs that do not fit.
     return row._replace(fits=row.fits and (row.peak or 0) <= chip.memory)
 
 
@@ -260,7 +260,7 @@ def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
         "fits": {True: "yes", False: "no", None: ""}[row.fits],
         "FLOP": flop_text(flops) if flops else "",
         "products": _shares(products),
-        # As JAX sees it, not XLA.
+        # JAX's count, which XLA's peak replaces.
         "saved": "" if is_compiled else _bytes(sum(row.saved.values())),
         "accessed": _bytes(row.accessed),
         "sent": _bytes(sum(row.sent.values())),

@@ -1,7 +1,7 @@
-"""What a chip's compiler says of a program: asked in another process, and kept in files.
+"""Compiles programs for chips that are not there, in another process; keeps answers in files.
 
 That process runs this file: it reads a line of JSON and an exported program from its standard
-input, compiles the program for chips that are not there, and prints a line of JSON.
+input, and prints a line of JSON.
 """
 
 import collections
@@ -77,7 +77,7 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jmpx", "plan", name)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
-    # JAX promises nothing for most kernels; but it is this JAX that reads the program.
+    # JAX exports most kernels for its own version alone, and the other process has the same.
     kernels = map(jax.export.DisabledSafetyCheck.custom_call, set(_KERNEL.findall(text)))
     exported = jax.export.export(jitted, platforms=platforms, disabled_checks=[*kernels])(*shapes)
     request["topology"] = chip.topology(exported.nr_devices)
@@ -153,7 +153,7 @@ def answer(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, 
 
 
 def _refused(text: str) -> dict[str, Any]:
-    """Returns why a compiler refuses a program, and what it needs where that is too much."""
+    """Returns why a compiler refused a program, and the memory that it needs if too much."""
     if "RESOURCE_EXHAUSTED" not in text:
         return {"error": text[:300]}
     needed = _NEEDED.search(text)
