@@ -473,6 +473,9 @@ def test_the_page_shows_what_its_program_prints():
                 exec(compile(block, "train.py", "exec"), names)
             printed = output.getvalue()
         elif printed is not None:
-            assert block == printed
+            # Rows of products have the names that JAX gives them, which differ by version.
+            start, left_out, end = block.partition("...\n")
+            assert printed.startswith(start) and printed.endswith(end)
+            assert left_out or block == printed
             compared += 1
     assert compared == 3

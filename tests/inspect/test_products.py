@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,13 @@ def test_memory_is_that_of_one_device():
     assert told in str(report) and str(report).count("memory of a device") == 1
     assert report.to_dict()["memory"] == memory._asdict()
     assert jmpx.inspect.compiled(lowered).memory is None
+
+
+@pytest.mark.parametrize("said", [None, types.SimpleNamespace(temp_size_in_bytes=1)])
+def test_a_backend_that_says_nothing_of_memory(monkeypatch, said):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: said)
+    report = jmpx.inspect.compiled(jax.jit(jnp.sin).lower(1.0).compile())
+    assert report.memory is None and str(report).endswith("no products\n\nno collectives")
 
 
 # What compilers for GPUs and TPUs wrote.

@@ -5,6 +5,8 @@ products and collectives that it is computed from, and its integer if it bounds 
 """
 
 import functools
+import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ class Value(NamedTuple):
     number: Number | None = None
 
 
-UNKNOWN, CONSTANT = Value(), Value(None)
+UNKNOWN = Value()
 Tree = Any  # a Value, or a tuple of trees
 
 
@@ -56,11 +58,14 @@ def _joined(trees: Iterable[Tree]) -> Tree:
     return functools.reduce(lambda a, b: _together(_join, a, b), trees)
 
 
+# Their result is a copy of their first operand: all of it, a part, or in another dtype or place.
 MOVES = frozenset(
     "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
     "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
     "opt-barrier real reduce-precision reshape reverse slice transpose".split()
 )
+# Their result is a copy of an input if all operands are copies of it, or constants; that of others
+# in `COMBINES` is one if one operand is a copy and the rest are constants.
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
 UNARY = frozenset(
@@ -84,7 +89,7 @@ class _Run:
         self._module, self._candidates = module, candidates
         self._values: dict[str, Tree] = {}
         self._around: list[Instruction] = []
-        self._counters = 0
+        self._counters = itertools.count(1)
 
     def computation(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Evaluates a computation."""
@@ -167,24 +172,19 @@ class _Run:
             del self.found[before:]
             state = after
         self._called(one, condition, [state])
-        trips = one.trips
-        if trips is None:
+        if (trips := one.trips) is None:
             trips = self._trips(condition, initial, state, returned)
-        self.found[before:] = [
-            each._replace(
-                times=each.times * (1 if trips is None else trips),
-                in_while=each.in_while or trips is None,
-            )
-            for each in self.found[before:]
-        ]
+        for index, each in enumerate(self.found[before:], before):
+            each = each._replace(in_while=True) if trips is None else each
+            times = each.times if trips is None else each.times * trips
+            self.found[index] = each._replace(times=times)
         return state
 
     def _carried(self, before: Value, after: Value) -> Value:
         """Joins the carry before and after a trip; a number that changes is a counter."""
         number = before.number
         if number and number != after.number and not number.counter:
-            self._counters += 1
-            number = Number(self._counters, 0)
+            number = Number(next(self._counters), 0)
         return _join(before, after)._replace(number=number)
 
     def _trips(self, condition: str, *carries: Tree) -> int | None:
@@ -207,25 +207,26 @@ class _Run:
 
 def _computed(one: Instruction, operands: list[Tree]) -> Tree:
     """Returns the result of an instruction that calls nothing, and is not a candidate."""
-    kind, number = one.kind, one.number
+    kind = one.kind
     if one.target in SHARDINGS or one.target.startswith(SHARDY):
         kind = "tuple" if one.types.startswith("(") else "copy"
     if kind in CONSTANTS:
-        return CONSTANT if number is None else CONSTANT._replace(number=Number(0, number))
+        is_integer = kind == "constant" and re.match(r"[su]\d+\[\]", one.types)
+        return Value(None, number=Number(0, int(one.operands)) if is_integer else None)
     if kind == "tuple":
         return tuple(operands)
     if kind in MOVES or kind.endswith(("-done", "-update")):
         return operands[0]
     if kind == "get-tuple-element":
         (whole,) = operands
-        return whole if isinstance(whole, Value) else whole[number or 0]
+        return whole if isinstance(whole, Value) else whole[int(one.attributes["index"])]
     if kind in COMBINES:
         return _combined(kind, operands)
     return Value(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN
 
 
 def _combined(kind: str, operands: list[Value]) -> Value:
-    """Returns the result of an operation on several arrays; of two inputs, it is neither."""
+    """Returns the result of an operation on several arrays: of two inputs, a copy of neither."""
     value = _joined(operands)._replace(number=None)
     if kind == "add":
         value = value._replace(number=_sum(operands[0].number, operands[1].number))

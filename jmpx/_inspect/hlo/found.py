@@ -17,10 +17,10 @@ from jmpx._inspect.hlo.module import Instruction, Module
 from jmpx._jaxprs.flops import taps
 from jmpx._jaxprs.places import Place
 
-COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+COLLECTIVES = frozenset(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute "
+    "collective-broadcast".split()
+)
 PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
 KERNEL = "kernel"  # of Pallas, or one that a compiler wrote
 CALLS = {  # products among the custom calls, by the start of their targets

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 import os
 import re
 import textwrap
@@ -16,6 +17,8 @@ from jmpx._inspect.hlo.module import Module
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.text import bytes_text, count_text, flop_text, share_text
 
+_COUNTS = "partitions", "replicas"
+_SIZES = "argument_size output_size alias_size temp_size peak_memory".split()  # of JAX
 _WIDTH, _NAME, _ROWS = 100, 36, 20  # characters of a note and of a name, and rows of a table
 _PRODUCTS_ON_CPU = (
     "Compiled for a CPU, for which XLA multiplies in float32 what a program multiplies in 16 bits: "
@@ -103,11 +106,11 @@ class Compiled(Report):
 
         The keys are names of attributes, and `"version"`, which changes when their meaning does.
         """
-        data = super().to_dict() | {"flops": self.flops, "sent": self.sent}
-        for row, product in zip(data["products"], self.products, strict=True):
-            row["flops"] = product.flops
-        for row, collective in zip(data["collectives"], self.collectives, strict=True):
-            row["sent"] = collective.sent
+        data = super().to_dict()
+        for name, amount in ("products", "flops"), ("collectives", "sent"):
+            data[amount] = getattr(self, amount)
+            for row, one in zip(data[name], getattr(self, name), strict=True):
+                row[amount] = getattr(one, amount)
         return data
 
     def _blocks(self) -> Iterator[str | Table]:
@@ -169,13 +172,17 @@ def compiled(step: object) -> Compiled:
         step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
     outputs, platform, devices, memory, is_partitioned = [], None, None, None, True
     if isinstance(step, jax.stages.Lowered):
-        partitions, replicas = _partitions(step)
+        stablehlo: Any = step.compiler_ir("stablehlo")  # Any, as JAX does not annotate it
+        hlo: Any = step.compiler_ir("hlo")
+        counts = (stablehlo.operation.attributes[f"mhlo.num_{name}"] for name in _COUNTS)
+        partitions, replicas = (int(str(count).partition(" ")[0]) for count in counts)
         devices, is_partitioned = partitions * replicas, partitions == 1
-        hlo: Any = step.compiler_ir("hlo")  # JAX does not annotate what it is
         text, outputs = hlo.get_hlo_module().to_string(), _outputs(step)
     elif isinstance(step, jax.stages.Compiled):
         text, outputs, platform = step.as_text() or "", _outputs(step), _platform(step)
-        memory = _memory(step)
+        said = step.memory_analysis()  # None, or fields that differ by backend
+        sizes: list[Any] = [getattr(said, f"{name}_in_bytes", None) for name in _SIZES]
+        memory = None if None in sizes else Memory(*sizes)
     elif isinstance(step, str):
         text = step
     else:
@@ -185,31 +192,23 @@ def compiled(step: object) -> Compiled:
         )
     module = Module(text, devices)
     found = run(module, outputs)
-    notes = [_MORE] * (not is_partitioned)
-    notes += [_IN_WHILE] * any(one.in_while for one in found)
-    notes += [_IN_BRANCH] * any(one.in_branch for one in found)
-    kernels = [one for one in found if isinstance(one, Product) and one.kind == KERNEL]
-    if kernels:
-        many = count_text(sum(one.times for one in kernels), "call")
-        names = ", ".join(sorted({one.kernel for one in kernels}))
-        notes.insert(0, f"{many} of kernels ({names}) cannot be read: their products are missing.")
-    products = tuple(o for o in found if isinstance(o, Product) and o.kind != KERNEL)
-    exchanged = tuple(one for one in found if isinstance(one, Collective))
-    if platform == "cpu":
-        widened = [_PRODUCTS_ON_CPU] * any(one.result == "f32" for one in products)
-        widened += [_COLLECTIVES_ON_CPU] * any(one.dtype in ("f32", "f16") for one in exchanged)
-        notes = widened + notes
-    return Compiled(
-        module.name, module.devices, platform, products, exchanged, memory, tuple(notes)
-    )
-
-
-def _partitions(lowered: jax.stages.Lowered) -> list[int]:
-    """Returns how many partitions and replicas a program has."""
-    stablehlo: Any = lowered.compiler_ir("stablehlo")
-    attributes = stablehlo.operation.attributes
-    names = "mhlo.num_partitions", "mhlo.num_replicas"
-    return [int(str(attributes[name]).partition(" ")[0]) for name in names]
+    collectives = tuple(one for one in found if isinstance(one, Collective))
+    products = [one for one in found if isinstance(one, Product)]
+    kernels = [one for one in products if one.kind == KERNEL]
+    names = ", ".join(sorted({one.kernel for one in kernels}))
+    unread = f"{count_text(sum(one.times for one in kernels), 'call')} of kernels ({names})"
+    is_cpu = platform == "cpu"
+    notes = {
+        _PRODUCTS_ON_CPU: is_cpu and any(one.result == "f32" for one in products),
+        f"{unread} cannot be read: their products are missing.": bool(kernels),
+        _COLLECTIVES_ON_CPU: is_cpu and any(one.dtype in ("f32", "f16") for one in collectives),
+        _MORE: not is_partitioned,
+        _IN_WHILE: any(one.in_while for one in found),
+        _IN_BRANCH: any(one.in_branch for one in found),
+    }
+    found = tuple(one for one in products if one.kind != KERNEL), collectives, memory
+    shown = tuple(note for note, holds in notes.items() if holds)
+    return Compiled(module.name, module.devices, platform, *found, shown)
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
@@ -230,18 +229,7 @@ def _platform(program: jax.stages.Compiled) -> str | None:
     return next((device.platform for each in shardings for device in each.device_set), None)
 
 
-def _memory(program: jax.stages.Compiled) -> Memory | None:
-    said: Any = program.memory_analysis()
-    if said is None:
-        return None
-    sizes = (f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp"))
-    return Memory(*(getattr(said, name) for name in (*sizes, "peak_memory_in_bytes")))
-
-
 # --- Sections of the text ---
-
-_AMOUNTS = {"flops": flop_text, "sent": bytes_text}
-_Cells = Callable[[Any], Sequence[str]]
 
 
 def _product_blocks(found: Sequence[Product]) -> Iterator[str | Table]:
@@ -249,19 +237,15 @@ def _product_blocks(found: Sequence[Product]) -> Iterator[str | Table]:
         yield "no products"
         return
 
-    def count(some: Sequence[Product]) -> int:
-        return sum(one.times for one in some)
-
-    def cells(one: Product) -> Sequence[str]:
+    def cells(one: Product) -> dict[str, str]:
         of = " x ".join(one.parameters) or (_end_of(one) if one.results else one.scope)
-        return one.kind, one.dtypes, of
+        return {"kind": one.kind, "dtypes": one.dtypes, "times": "", "of": of}
 
-    yield f"{count_text(count(found), 'product')}, {_sum(found, 'flops')}"
-    header = "FLOPs", "kind", "dtypes", "kernel", "products"
-    key: _Cells = lambda one: (one.kind, one.dtypes, one.kernel)  # noqa: E731
-    yield _shares(header, found, "flops", key, count)
-    header = "FLOPs", "kind", "dtypes", "times", "of", "place"
-    yield _largest(header, found, "flops", cells, right=(0, 3))
+    tables = _Tables(found, "FLOPs", lambda one: one.flops, flop_text)
+    yield f"{count_text(sum(one.times for one in found), 'product')}, {tables.sum(found)}"
+    count = lambda group: sum(one.times for one in group)  # noqa: E731
+    yield tables.shares(("kind", "dtypes", "kernel"), "products", count)
+    yield tables.largest(cells, right=(0, 3))
 
 
 def _collective_blocks(found: Sequence[Collective]) -> Iterator[str | Table]:
@@ -269,19 +253,20 @@ def _collective_blocks(found: Sequence[Collective]) -> Iterator[str | Table]:
         yield "no collectives"
         return
 
-    def cells(one: Collective) -> Sequence[str]:
-        carries = one.parameter or _end_of(one)
-        return one.kind, one.dtype, bytes_text(one.bytes), str(one.group), carries
+    def cells(one: Collective) -> dict[str, str]:
+        shown = {"kind": one.kind, "dtype": one.dtype, "array": bytes_text(one.bytes), "times": ""}
+        return shown | {"group": str(one.group), "carries": one.parameter or _end_of(one)}
 
-    yield f"a device sends {_sum(found, 'sent')} a step"
-    if arrays := [one for one in found if not one.is_scalar]:
-        header = "sent", "kind", "dtype", "arrays"
-        yield _shares(header, arrays, "sent", lambda one: (one.kind, one.dtype), len)
-        header = "sent", "kind", "dtype", "array", "times", "group", "carries", "place"
-        yield _largest(header, arrays, "sent", cells, right=(0, 3, 4, 5))
-    if scalars := [one for one in found if one.is_scalar]:
+    arrays = [one for one in found if not one.is_scalar]
+    scalars = [one for one in found if one.is_scalar]
+    tables = _Tables(arrays, "sent", lambda one: one.sent, bytes_text)
+    yield f"a device sends {tables.sum(found)} a step"
+    if arrays:
+        yield tables.shares(("kind", "dtype"), "arrays", len)
+        yield tables.largest(cells, right=(0, 3, 4, 5))
+    if scalars:
         many = count_text(len(scalars), "collective")
-        yield f"{many} of single numbers, such as a loss or a flag: {_sum(scalars, 'sent')}"
+        yield f"{many} of single numbers, such as a loss or a flag: {tables.sum(scalars)}"
 
 
 def _end_of(one: Found) -> str:
@@ -291,58 +276,50 @@ def _end_of(one: Found) -> str:
     return f"{'grad ' * one.is_backward}-> {one.results[0]}"
 
 
-def _sum(found: Sequence[Found], amount: str) -> str:
-    return _AMOUNTS[amount](round(sum(getattr(one, amount) for one in found)))
+class _Tables(NamedTuple):
+    """Tables of products or of collectives, by an amount: FLOPs or bytes."""
 
+    found: Sequence[Any]
+    header: str
+    amount: Callable[[Any], float]
+    text: Callable[[int], str]
 
-def _groups(found: Sequence[Found], amount: str, key: Callable[[Any], object]) -> list[list[Any]]:
-    """Returns those of the same key together, the largest amounts first."""
-    groups: dict[object, list[Any]] = collections.defaultdict(list)
-    for one in found:
-        groups[key(one)].append(one)
-    return sorted(groups.values(), key=lambda group: -sum(getattr(one, amount) for one in group))
+    def sum(self, found: Sequence[Any]) -> str:
+        return self.text(round(sum(map(self.amount, found))))
 
+    def groups(self, key: Callable[[Any], object]) -> list[list[Any]]:
+        """Returns those of the same key together, the largest amounts first."""
+        groups: dict[object, list[Any]] = collections.defaultdict(list)
+        for one in self.found:
+            groups[key(one)].append(one)
+        return sorted(groups.values(), key=lambda group: -sum(map(self.amount, group)))
 
-def _shares(
-    header: Sequence[str],
-    found: Sequence[Found],
-    amount: str,
-    key: _Cells,
-    count: Callable[[Sequence[Any]], int],
-) -> Table:
-    """Returns a table with a row for each key: its share, its sum, the key and its count."""
-    rows, whole = [("share", *header)], sum(getattr(one, amount) for one in found)
-    for group in _groups(found, amount, key):
-        share = share_text(sum(getattr(one, amount) for one in group), whole)
-        rows.append((share, _sum(group, amount), *key(group[0]), str(count(group))))
-    return Table(rows, (0, 1, len(header)))
+    def shares(self, names: Sequence[str], noun: str, count: Callable[[Any], int]) -> Table:
+        """Returns a table of shares by the attributes of these names."""
+        rows, whole = [["share", self.header, *names, noun]], sum(map(self.amount, self.found))
+        for group in self.groups(operator.attrgetter(*names)):
+            share = share_text(sum(map(self.amount, group)), whole)
+            cells = (getattr(group[0], name) for name in names)
+            rows.append([share, self.sum(group), *cells, str(count(group))])
+        return Table(rows, (0, 1, len(names) + 2))
 
+    def largest(self, cells: Callable[[Any], dict[str, str]], right: tuple[int, ...]) -> Table:
+        """Returns a table of `cells`, by the names of their columns, of which the last is a name.
 
-def _largest(
-    header: Sequence[str],
-    found: Sequence[Found],
-    amount: str,
-    cells: _Cells,
-    right: tuple[int, ...],
-) -> Table:
-    """Returns a table of sums, cells, whose last is a name, and places, with `times` by the header.
+        Layers whose names differ in numbers alone share a row.
+        """
 
-    Layers whose names differ in numbers alone share a row.
-    """
+        def alike(one: Any) -> object:
+            *rest, name = cells(one).values()
+            return tuple(rest), re.sub(r"\d+", "*", name), one.in_while, one.place
 
-    def alike(one: Found) -> object:
-        *rest, name = cells(one)
-        return tuple(rest), re.sub(r"\d+", "*", name), one.in_while, one.place
-
-    rows = [tuple(header)]
-    for group in _groups(found, amount, alike):
-        one = group[0]
-        *rest, name = cells(one)
-        name = name if len(group) == 1 else re.sub(r"\d+", "*", name)
-        name = name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
-        place = f"{os.path.basename(one.place.file)}:{one.place.line}" if one.place else ""
-        row = [_sum(group, amount), *rest, name, place]
-        times = f"{sum(each.times for each in group)}{'+' * one.in_while}"
-        row.insert(header.index("times"), times)
-        rows.append(tuple(row))
-    return Table(rows, right, _ROWS)
+        *names, last = cells(self.found[0])
+        rows = [[self.header, *names, last, "place"]]
+        for group in self.groups(alike):
+            one, shown = group[0], cells(group[0])
+            name = shown[last] if len(group) == 1 else re.sub(r"\d+", "*", shown[last])
+            shown[last] = name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
+            shown["times"] = f"{sum(each.times for each in group)}{'+' * one.in_while}"
+            place = f"{os.path.basename(one.place.file)}:{one.place.line}" if one.place else ""
+            rows.append([self.sum(group), *shown.values(), place])
+        return Table(rows, right, _ROWS)

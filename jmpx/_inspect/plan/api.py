@@ -19,7 +19,7 @@ from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
 
-_NUMBERS = 16  # that an array among the arguments may have: a key, a count, a loss scale
+_NUMBERS = 16  # elements that an array argument may have: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions
 _NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
@@ -27,15 +27,14 @@ _NO_DONATION = (
 )
 _UNTUNED = "Nothing is tuned without the GPU: a real run fuses a little more or less."
 _PARTS = 3  # how many shares are shown
-_COLUMNS = "peak fits FLOP products saved accessed sent collectives compiled".split()
 _FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
 
 
 class Planned(NamedTuple):
-    """What a policy costs: None, or empty, where that is not known.
+    """The costs of a policy; None, or empty, where they are not known.
 
-    Products and saved bytes are those of the whole program, as it was traced; the rest
-    is what the compiler says of one chip.
+    Products and saved bytes are those of the whole program, as it was traced; the rest is that of
+    one chip, by its compiler.
     """
 
     policy: str
@@ -52,7 +51,7 @@ class Planned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Report):
-    """What `jmpx.inspect.plan` found: what a step costs under each policy.
+    """The costs of a step under each policy, as `jmpx.inspect.plan` predicts them.
 
     Attributes:
         step: the name of the step.
@@ -193,7 +192,7 @@ def plan(
 
 
 def _names(policies: object) -> list[str]:
-    """Returns the policies as a report names them; refuses what is no policy."""
+    """Returns the names of policies in a report; raises an error if one is no policy."""
     if isinstance(policies, str) or not isinstance(policies, Sequence) or not policies:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
@@ -204,7 +203,7 @@ def _names(policies: object) -> list[str]:
 
 
 def _made(make_step: Callable[[Any], Any], policy: object) -> Any:
-    """Returns a step and its arguments; refuses what is none."""
+    """Returns a step and its arguments; raises a `TypeError` if `make_step` returns others."""
     match made := make_step(policy):
         case (step, tuple()) if callable(step) and isinstance(made, tuple):
             return made
@@ -234,7 +233,7 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
         row = row._replace(**ask(program, chip))
     except Exception as error:  # such as an effect that JAX cannot export
         return row._replace(error=line_of(error))
-    # A GPU's compiler takes what does not fit, too.
+    # A GPU's compiler also compiles programs that do not fit.
     return row._replace(fits=row.fits and (row.peak or 0) <= chip.memory)
 
 
@@ -243,28 +242,31 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
 
 def _cells(rows: Sequence[Planned]) -> list[list[str]]:
     """Returns the rows of the table, its header first, without columns that are empty."""
-    table, is_compiled = [["", *_COLUMNS]], any(row.peak for row in rows)
-    for row in rows:
-        # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
-        names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
-        flops = sum(each.flops for each in row.products)
-        products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
-        table.append(
-            [
-                row.policy,
-                _bytes(row.peak),
-                {True: "yes", False: "no", None: ""}[row.fits],
-                flop_text(flops) if flops else "",
-                _shares(products),
-                "" if is_compiled else _bytes(sum(row.saved.values())),  # as JAX sees it, not XLA
-                _bytes(row.accessed),
-                _bytes(sum(row.sent.values())),
-                _shares(row.sent),
-                "" if row.seconds is None else f"{row.seconds:.0f} s",
-            ]
-        )
-    kept = [n for n in range(len(table[0])) if n == 0 or any(row[n] for row in table[1:])]
-    return [[row[n] for n in kept] for row in table]
+    is_compiled = any(row.peak for row in rows)
+    table = [_row(row, is_compiled) for row in rows]
+    kept = [name for name in table[0] if not name or any(row[name] for row in table)]
+    return [kept, *([row[name] for name in kept] for row in table)]
+
+
+def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
+    """Returns the cells of a row, by the names of their columns."""
+    # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+    names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+    products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
+    flops = sum(each.flops for each in row.products)
+    return {
+        "": row.policy,
+        "peak": _bytes(row.peak),
+        "fits": {True: "yes", False: "no", None: ""}[row.fits],
+        "FLOP": flop_text(flops) if flops else "",
+        "products": _shares(products),
+        # JAX's count, which XLA's peak replaces.
+        "saved": "" if is_compiled else _bytes(sum(row.saved.values())),
+        "accessed": _bytes(row.accessed),
+        "sent": _bytes(sum(row.sent.values())),
+        "collectives": _shares(row.sent),
+        "compiled": "" if row.seconds is None else f"{row.seconds:.0f} s",
+    }
 
 
 def _bytes(number: float | None) -> str:

@@ -1,7 +1,7 @@
-"""What a chip's compiler says of a program: asked in another process, and kept in files.
+"""Compiles programs for chips that are not there, in another process; keeps answers in files.
 
 That process runs this file: it reads a line of JSON and an exported program from its standard
-input, compiles the program for chips that are not there, and prints a line of JSON.
+input, and prints a line of JSON.
 """
 
 import collections
@@ -29,7 +29,6 @@ from jmpx._inspect.plan.chips import Chip
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds
-from jmpx._jaxprs.types import Equation
 
 _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".split()
 # The words of a TPU's compiler about a program that does not fit.
@@ -57,7 +56,8 @@ def _named(sharding: object) -> NamedSharding | None:
 
 def ask(program: Program, chip: Chip) -> dict[str, Any]:
     """Returns the `answer` of a program on a chip, or an `error` if its process died."""
-    if any_holds(program.jaxpr, _calls_python):
+    python = re.compile("callback|^debug_print$")
+    if any_holds(program.jaxpr, lambda eqn: bool(python.search(eqn.primitive.name))):
         return {"error": "It calls Python, as jax.debug.print does, which no file can hold."}
     donated, shardings = placed(program)
     both = zip(program.jaxpr.in_avals, shardings, strict=True)
@@ -77,7 +77,7 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jmpx", "plan", name)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
-    # JAX promises nothing for most kernels; but it is this JAX that reads the program.
+    # JAX exports most kernels for its own version alone, and the other process has the same.
     kernels = map(jax.export.DisabledSafetyCheck.custom_call, set(_KERNEL.findall(text)))
     exported = jax.export.export(jitted, platforms=platforms, disabled_checks=[*kernels])(*shapes)
     request["topology"] = chip.topology(exported.nr_devices)
@@ -89,10 +89,6 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
             part.write_text(json.dumps(found))
             part.replace(path)
     return found
-
-
-def _calls_python(eqn: Equation) -> bool:
-    return "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
 
 
 def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
@@ -157,7 +153,7 @@ def answer(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, 
 
 
 def _refused(text: str) -> dict[str, Any]:
-    """Returns why a compiler refuses a program, and what it needs where that is too much."""
+    """Returns why a compiler refused a program, and the memory that it needs if too much."""
     if "RESOURCE_EXHAUSTED" not in text:
         return {"error": text[:300]}
     needed = _NEEDED.search(text)
