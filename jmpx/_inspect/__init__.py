@@ -12,7 +12,8 @@ All reports share these files:
 Reports that read programs without running them:
 
 - `audit/` reads the graph: casts, saved bytes, FLOPs by dtype, and findings.
-- `hlo/` reads lowered and compiled programs: what they multiply and send.
+- `hlo/` reads lowered and compiled programs for the report `jmpx.inspect.compiled`: products,
+  collectives and memory.
 - `plan/` compiles a step for chips that are not there, and tells the cost of each policy.
 
 Reports that run programs:
@@ -27,9 +28,10 @@ Reports that run programs:
 And two that look at arrays alone: `restored.py` checks the dtypes of what was restored, and
 `update_report.py` counts updates that round to nothing.
 
-Reports do not import each other, with three exceptions: `blame` asks `first_nonfinite`, `plan`
-counts as `audit` and `hlo` do, and `choose` stands on `blame` and `plan`. Of the core they import
-four rooms, `_base`, `_jaxprs`, `_policies` and `_scales`, and a few modules for one purpose each:
+Reports do not import each other, with four exceptions: `blame` and `compare` round as `emulate`
+does, `blame` asks `first_nonfinite`, `plan` counts as `audit` and `hlo` do, and `choose` stands on
+`blame` and `plan`. Of the core they import four rooms, `_base`, `_jaxprs`, `_policies` and
+`_scales`, and a few modules for one purpose each:
 
 - `_adapters.applying` puts a function under a policy, and `_adapters.scopes` tells the policies
   under which modules run.

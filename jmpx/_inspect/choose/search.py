@@ -146,7 +146,7 @@ def _broad(scope: str) -> str | None:
 # --- The search ---
 
 
-class Search:
+class IslandSearch:
     """Sets of islands, tried on all batches.
 
     Args:
@@ -257,7 +257,7 @@ def new_search(
     measured: Runs,
     seed: int,
     done: Callable[[], object],
-) -> Search:
+) -> IslandSearch:
     """Returns the search among the islands whose own sites make half of their error or more."""
     graph = Graph(program)
     sites = Sites(graph, nodes_of(graph, runs.points), base)
@@ -266,7 +266,7 @@ def new_search(
     # With the sites that no rule selects, the shares add up, and need not be measured one by one.
     found = costs(runs, [*(island.own for island in islands), others], seed, done)
     if not math.isfinite(found.squared):  # No estimate tells what an island costs.
-        return Search(measured, sites, islands, [0.0] * len(islands), done)
+        return IslandSearch(measured, sites, islands, [0.0] * len(islands), done)
 
     def is_worthwhile(island: Island) -> bool:
         own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
@@ -274,7 +274,7 @@ def new_search(
 
     parts = dict(zip(islands, map(float, found.parts), strict=False))
     kept = {island: part for island, part in parts.items() if is_worthwhile(island)}
-    return Search(measured, sites, [*kept], [*kept.values()], done)
+    return IslandSearch(measured, sites, [*kept], [*kept.values()], done)
 
 
 # --- Policy strings ---
@@ -352,7 +352,7 @@ class Strings:
             *(f"{text}: left out, as it is refused: {self.failures[text]}." for text in refused),
         ]
 
-    def find(self, bound: float, new_search: Callable[[], Search]) -> None:
+    def find(self, bound: float, new_search: Callable[[], IslandSearch]) -> None:
         """Measures float32, the string without a rule, with a few, and with all that are needed."""
         if self.error(self.wide) > bound:
             raise ValueError(
@@ -369,7 +369,7 @@ class Strings:
                     default, rules = "full", [f" {text}"]
                 self.error(";".join([f"{default},save=products", *rules]))
 
-    def _searched(self, search: Search, bound: float) -> str:
+    def _searched(self, search: IslandSearch, bound: float) -> str:
         """Measures strings with some rules and with all that a bound needs; returns the last."""
         chosen = search.find(bound)
         while self.fails(self._with_rules(search.selectors(chosen))):
