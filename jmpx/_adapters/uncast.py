@@ -1,4 +1,4 @@
-"""Arguments of a function that are not cast: `uncast=`, their positions and names."""
+"""Given of a function that are not cast: `uncast=`, their positions and names."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ import jax
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.messages import describe
 
-Arguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+Given: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, one or several
 
 
@@ -59,10 +59,10 @@ class UncastArguments(NamedTuple):
 
     def exempt(
         self,
-        change: Callable[[Arguments], Arguments],
+        change: Callable[[Given], Given],
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-    ) -> Arguments:
+    ) -> Given:
         """Changes the arguments of a call except these."""
         places = self._places(len(args), kwargs)
         others = tuple(None if i in places else arg for i, arg in enumerate(args))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmpx._autocast import pending
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.layers import find_layers, repeated, token
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours, has_norms
@@ -37,7 +36,7 @@ class _Frame(NamedTuple):
     neighbours: Neighbours
     env: dict[Atom, Value]
     depth: int = 0  # how many of the scopes of each equation are around its operations already
-    has_norms: bool = False  # whether there may be statistics or pending values; see `pending.py`
+    has_norms: bool = False  # whether there may be statistics or pending values; see `read_pending`
     repeated: Collection[Hashable] | None = None  # see `layers.repeated`; None: all may repeat
 
     def read(self, atom: Atom) -> Value:
@@ -103,7 +102,7 @@ class Interpreter:
                 note_source(error, equation)
                 raise
             if frame.has_norms:
-                pending.note(operation, results)
+                note_pending(operation, results)
             for result in results:
                 result.data |= result.is_weak and any(v.data for v in operation.values)
             frame.env.update(zip(equation.outvars, results, strict=True))
@@ -124,7 +123,7 @@ class Interpreter:
         is_single = frame.repeated is not None and token(equation) not in frame.repeated
         around = scope, region, override
         operation = Operation(equation, values, self, *around, neighbours, read, is_single)
-        return pending.read(operation) if frame.has_norms else operation
+        return read_pending(operation) if frame.has_norms else operation
 
     def _run_shared(self, frame: _Frame, piece: Piece) -> None:
         """Runs a piece as a jitted function, as that of one that is alike if there is."""

@@ -42,7 +42,7 @@ _WIDE = frozenset(
 )
 
 
-def read(operation: Operation) -> Operation:
+def read_pending(operation: Operation) -> Operation:
     """Returns an operation that reads pending operands as it should: in float32 or rounded."""
     operation = _with_running_statistics(operation)
     if not any(value.pending for value in operation.values):
@@ -57,7 +57,7 @@ def read(operation: Operation) -> Operation:
     )
 
 
-def note(operation: Operation, results: Sequence[Value]) -> None:
+def note_pending(operation: Operation, results: Sequence[Value]) -> None:
     """Notes which results of an operation are pending, and which are statistics."""
     name, values = operation.name, operation.values
     if name not in _KNOWN or not _is_default(operation):

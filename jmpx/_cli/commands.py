@@ -20,15 +20,13 @@ _RETURNS = "a pair of a function and the tuple of its arguments, which may be sh
 
 def explain(given: argparse.Namespace) -> int:
     """Prints what a policy string means."""
-    from jmpx._cli.explain import explain  # here, as below: a command needs one of them
-
-    print(*explain(given.precision), sep="\n")
+    print(*_explained(given.precision), sep="\n")
     return 0
 
 
 def doctor(given: argparse.Namespace) -> int:
     """Prints what is installed and set here; the exit code is 1 if that does not fit together."""
-    from jmpx._cli.doctor import doctor
+    from jmpx._cli.doctor import doctor  # here, as below: a command needs one of them
 
     return doctor()
 

@@ -8,7 +8,7 @@ from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import get_mixed_precision
 
 
-def explain(precision: str) -> list[str]:
+def _explained(precision: str) -> list[str]:
     """Returns the lines that tell what a policy string means; a ValueError if it is wrong."""
     mixed = get_mixed_precision(precision)
     policy_map = mixed.policy_map

@@ -18,7 +18,7 @@ from jmpx._base.trees import AxisName
 from jmpx._devices.exchanges import Gather, Source
 
 Axes = frozenset[Hashable]
-_NOTHING: Axes = frozenset()
+_NO_AXES: Axes = frozenset()
 
 # What a mask says of a parameter: True of a shard, False of a replica, "own" of an own part.
 Says: TypeAlias = bool | Literal["own"]
@@ -128,7 +128,7 @@ class Parameters(NamedTuple):
         name = f"the first argument's {self.paths[index]}"
         varying = self.varying[index] & tracked
         gathers = [gather for gather in loss.gathers if index in gather.params]
-        gathered = _NOTHING.union(*(gather.axes for gather in gathers))
+        gathered = _NO_AXES.union(*(gather.axes for gather in gathers))
         exchanges = [e for e in loss.exchanges if e.param == index and e.axis not in gathered]
         if self.sharded is None:
             if unsure := [e for e in exchanges if e.axis in varying]:
@@ -150,7 +150,7 @@ class Parameters(NamedTuple):
                     "that of a replica, as sharded=False says, because the function gathers it "
                     "there as a shard: say sharded=True for it."
                 )
-            return _NOTHING
+            return _NO_AXES
         untracked = frozenset(axes) - tracked
         is_gathered = gathered or says == "own" or index not in loss.params - loss.hidden
         if not (varying or untracked) or not is_gathered:

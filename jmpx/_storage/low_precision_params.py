@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import optax
 
 Rounding: TypeAlias = Literal["stochastic", "split"]
-_STREAM = 0  # of keys; with_state_dtype has 1
+_STREAM, _STATE_STREAM = 0, 1  # of keys: for parameters, and for optimizer states
 
 
 @serialized

@@ -18,8 +18,6 @@ from jmpx._storage.transformations import step_key, widen, with_extra_args
 if TYPE_CHECKING:
     import optax
 
-_STREAM = 1  # of keys; low_precision_params has 0
-
 
 @serialized
 class StateDtypeState(NamedTuple):
@@ -102,7 +100,7 @@ def with_state_dtype(
         new_updates, new = inner.update(
             widen(updates), widen(state.inner_state), widen(params), **extra_args
         )
-        key = step_key(seed, _STREAM, state.count)
+        key = step_key(seed, _STATE_STREAM, state.count)
         leaves, structure = jax.tree.flatten(new)
         before = jax.tree.leaves(state.inner_state)
         dtypes = [leaf.dtype if is_array(leaf) else stored for leaf in before]

@@ -19,7 +19,6 @@ from jmpx._adapters.boundaries import (
     run_cast,
 )
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, field_set, reading_policy
-from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.scopes import (
     PolicyScope,
@@ -146,13 +145,13 @@ class LinenScope(PolicyScope):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        casts = not call.is_cast and modules.is_public_method(type(module), method_name)
+        casts = not call.is_cast and is_public_method(type(module), method_name)
         carry = args[0] if args and self.is_step(module, method_name) else None
-        state = modules.state_dtype(module, call.reading) if casts else None
-        if state is not None and modules.own(module, "cache"):
+        state = state_dtype(module, call.reading) if casts else None
+        if state is not None and own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
-        lifted, dtype = modules.lifted_by(module), call.field.value
+        lifted, dtype = lifted_by(module), call.field.value
         if isinstance(module, nn.OptimizedLSTMCell) and call.reading is not None:
             dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
@@ -178,7 +177,7 @@ class LinenScope(PolicyScope):
         carry: PyTree,
     ) -> PyTree:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        has_own = modules.reads(module)
+        has_own = reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary is not None:
             return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
@@ -191,7 +190,7 @@ class LinenScope(PolicyScope):
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = modules.module_of(module)
+        called = module_of(module)
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
@@ -205,7 +204,7 @@ class LinenScope(PolicyScope):
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        lifted, outer = modules.lifted_by(module), self.calls[-1:]
+        lifted, outer = lifted_by(module), self.calls[-1:]
         if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
@@ -257,13 +256,13 @@ def _run_reading(
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
-        return to_compute(result) if modules.own(module, "batch_stats") else result
+        return to_compute(result) if own(module, "batch_stats") else result
 
-    if modules.reads(module):
+    if reads(module):
         return run_reading(run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
-    if not modules.reads(module):
+    if not reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 
