@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import jax
 
-from jmpx._base.leaves import ARRAYS, PyTree
+from jmpx._base.trees import ARRAYS, PyTree
 from jmpx._inspect.watched import constants, is_opaque
-from jmpx._jaxprs.structure import structure
-from jmpx._jaxprs.types import Array, Jaxpr
+from jmpx._jaxprs.inner import structure
+from jmpx._jaxprs.marks import Array, Jaxpr
 
 R = TypeVar("R")
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.

@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import SUMMED_IN_FLOAT32
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
-from jmpx._jaxprs import core, moves
+from jmpx._jaxprs import core, equations
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
@@ -30,7 +30,13 @@ FORMATS = ("bfloat16", "float16")
 OPERANDS = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
 _TF32 = "TF32_TF32_F32"  # it multiplies in ten bits and the exponents of float32
 # Results that hold numbers of 16-bit operands, or round them to others that 16 bits hold.
-_MOVES = moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS
+_MOVES = (
+    equations.IDENTITIES
+    | equations.PLACEMENTS
+    | equations.RESHAPES
+    | equations.PICKS
+    | equations.JOINS
+)
 _EXACT = _MOVES | frozenset(
     "select_n neg abs sign max min clamp floor ceil round sort reduce_max reduce_min".split()
 )

@@ -9,10 +9,9 @@ import numpy as np
 from jmpx._inspect.programs import Program
 from jmpx._inspect.where import modules_of, selector, where
 from jmpx._jaxprs.core import is_literal, operation_name, scope_within
+from jmpx._jaxprs.equations import Place, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import Module, split_policy
-from jmpx._jaxprs.places import Place, place_of
-from jmpx._jaxprs.types import Array, Atom, Aval, Equation, Jaxpr, NameStack
+from jmpx._jaxprs.marks import Array, Atom, Aval, Equation, Jaxpr, Module, NameStack, split_policy
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)

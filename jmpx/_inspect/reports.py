@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jmpx._base.leaves import is_int
+from jmpx._base.trees import is_int
 from jmpx._inspect.text import columns
 
 

@@ -10,12 +10,12 @@ from jax import lax
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.dtypes import is_dtype
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import Node
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
-from jmpx._scales.dynamic import DynamicLossScale
+from jmpx._scales.kinds import DynamicLossScale
 
 
 def check_arrays(program: Program, caller: str) -> None:

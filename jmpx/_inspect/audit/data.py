@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 

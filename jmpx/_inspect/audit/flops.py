@@ -1,7 +1,7 @@
 """FLOPs of the products of a graph, and the dtypes in which they multiply."""
 
 from jmpx._inspect.graph import Node
-from jmpx._jaxprs.flops import FLOPS
+from jmpx._jaxprs.equations import FLOPS
 
 
 def flops(node: Node) -> int:

@@ -18,7 +18,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import Node, Value
 from jmpx._inspect.text import count_text, short_names
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 _FLOAT32 = Kind("float32-product", Remedies.narrower)
 _MIXED = Kind("mixed-product", Remedies.narrower)

@@ -9,7 +9,7 @@ from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES_AND_CASTS, WIDE, bef
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.text import short_names
 from jmpx._inspect.where import modules_of, selector, where
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
 

@@ -7,7 +7,7 @@ from jmpx._inspect.audit.data import Finding
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.streams import Streams
 from jmpx._inspect.graph import Graph, Node
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 Key: TypeAlias = tuple[str, Place | None]
 

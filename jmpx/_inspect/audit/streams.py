@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._autocast.products import is_precise
+from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.values import (
     CAST,

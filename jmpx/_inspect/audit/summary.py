@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.audit.data import Cast, Products, Scope
 from jmpx._inspect.audit.flops import flops, is_product, multiplied
 from jmpx._inspect.audit.values import CAST, MOVES
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.where import where
-from jmpx._jaxprs.moves import EXCHANGES, HIDING, JOINS
+from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
 _NO_WORK = MOVES | JOINS | EXCHANGES

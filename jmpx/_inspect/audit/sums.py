@@ -20,7 +20,7 @@ from jmpx._inspect.audit.values import (
     worst,
 )
 from jmpx._inspect.graph import Node, Value
-from jmpx._jaxprs.scopes import ROUNDED
+from jmpx._jaxprs.marks import ROUNDED
 
 _SUM = Kind("low-sum", Remedies.wider_operations)
 _COLLECTIVE = Kind("low-collective")

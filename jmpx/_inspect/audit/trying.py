@@ -11,9 +11,9 @@ from jmpx._inspect.audit.leaks import KINDS as _LEAKS
 from jmpx._inspect.audit.remedies import Remedies, is_half_product
 from jmpx._inspect.audit.step import Found
 from jmpx._inspect.graph import Graph
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import Rule
 
 MOST = 12  # rules that are tried in one audit; each is one more trace
 

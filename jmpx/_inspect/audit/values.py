@@ -9,8 +9,7 @@ import numpy as np
 
 from jmpx._inspect.audit.flops import is_product
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.moves import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
-from jmpx._jaxprs.places import call_of
+from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS, call_of
 from jmpx._policies.strings import get_policy
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))

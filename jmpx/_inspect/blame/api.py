@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.points import Points, size_of
 from jmpx._inspect.blame.report import Blame, Blamed
 from jmpx._inspect.blame.shares import MOST, Batch, Measure, Runs, Shares, relative, shares
@@ -18,7 +18,7 @@ from jmpx._inspect.progress import progress
 from jmpx._inspect.running import check_arrays, key_of
 from jmpx._inspect.where import where
 from jmpx._jaxprs.core import Array
-from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._scales.strings import MixedPrecisionLike
 
 WAYS = ("modules", "scopes", "lines")
 _KINDS = ("gradients", "results")

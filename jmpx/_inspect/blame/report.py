@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from jmpx._inspect.reports import Parts, TableReport
 from jmpx._inspect.text import columns, share_text
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 _ROWS = 20  # how many are shown
 _EXPLAINED = (0.5, 2.0)  # where the shares of all groups are less or more, they do not add up

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._base.leaves import PyTree, is_array, spell
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_array, spell
 from jmpx._inspect.blame.api import blamed_runs, check_kind, nodes_of, runs_of
 from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
 from jmpx._inspect.choose.islands import Sites, worthwhile

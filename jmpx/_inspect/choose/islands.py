@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jmpx._autocast.regions import matches_scope
+from jmpx._autocast.value import matches_scope
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.where import selector, where
 from jmpx._jaxprs.marks import module_of
-from jmpx._policies.maps import PolicyMap
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import PolicyMap, Rule
 
 MOST = 24  # islands; with more, layers that are alike are one
 _OWN = 0.5  # of its share, what is not in islands inside of an island

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._inspect.compare.outputs import RESULT, Output, outputs_of
 from jmpx._inspect.compare.pairs import Pair, paired, relative_error
 from jmpx._inspect.compare.report import (

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.emulate import FORMATS, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import key_of, run_widened, widened
 from jmpx._inspect.watched import Site, Trips, evaluate
-from jmpx._jaxprs.places import Place
-from jmpx._jaxprs.types import Array, Jaxpr
+from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.marks import Array, Jaxpr
 
 RESULT = "result"  # the scope of what the function returns
 _Numbers = dict[tuple[int, ...], list[Array]]  # what was kept, by the keys of sites

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 from jmpx._base.messages import describe
 from jmpx._inspect.reports import Parts, TableReport
 from jmpx._inspect.text import columns, count_text, short_names
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 _FEW = 8  # outputs without a pair that are shown
 

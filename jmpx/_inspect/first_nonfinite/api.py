@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.replay import Replay
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite
 from jmpx._inspect.programs import traced_program

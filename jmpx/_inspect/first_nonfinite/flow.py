@@ -8,7 +8,7 @@ from jmpx._inspect.first_nonfinite.search import NAN, Event, Key, Search, is_ine
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import key_of
 from jmpx._inspect.watched import Site
-from jmpx._jaxprs.types import Array
+from jmpx._jaxprs.marks import Array
 
 _KINDS = ("input", "const", "literal")  # of values that no equation computes
 

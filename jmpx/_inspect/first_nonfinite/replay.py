@@ -15,9 +15,9 @@ from jmpx._inspect.programs import Program
 from jmpx._inspect.running import is_narrow, run_widened, scale_text, widened
 from jmpx._inspect.where import where
 from jmpx._jaxprs.core import operation_name
-from jmpx._jaxprs.places import Place, place_of
+from jmpx._jaxprs.equations import Place, place_of
 from jmpx._policies.map_strings import parse_rule
-from jmpx._scales.dynamic import DynamicLossScale
+from jmpx._scales.kinds import DynamicLossScale
 
 # What identifies an operation: its name, place and path, and whether it is in the backward pass.
 _Key: TypeAlias = tuple[str, Place | None, str, bool]

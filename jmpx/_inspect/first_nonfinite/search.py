@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.products import PRODUCTS
-from jmpx._base.leaves import PyTree
+from jmpx._autocast.rules import PRODUCTS
+from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.compiled import Compiled
 from jmpx._inspect.watched import Run, Site, Trips, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
-from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
-from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
+from jmpx._jaxprs.equations import PLACEMENTS, RESHAPES
+from jmpx._jaxprs.marks import Array, Aval, Equation, Jaxpr
 
 T = TypeVar("T")
 # The results of these hold the numbers of the operand, so that a search looks at the operand alone.

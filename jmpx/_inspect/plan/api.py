@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmpx._base.leaves import PyTree, is_array
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
@@ -14,7 +14,7 @@ from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.progress import progress
 from jmpx._inspect.text import short_names
 from jmpx._inspect.watched import constants
-from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
+from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
 _NUMBERS = 16  # that an array among the arguments may have: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions

@@ -19,7 +19,7 @@ from jmpx._inspect.plan.chips import Chip
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds
-from jmpx._jaxprs.types import Equation
+from jmpx._jaxprs.marks import Equation
 
 _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".split()
 _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 
 class Product(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jmpx._inspect.hlo.module import Instruction, Module
 from jmpx._inspect.products.data import Product
-from jmpx._jaxprs.flops import taps
+from jmpx._jaxprs.equations import taps
 
 KINDS = ("dot", "ragged-dot", "scaled-dot", "convolution")
 KERNEL = "kernel"  # of Pallas, or one that a compiler wrote

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._inspect.ranges.counting import counted

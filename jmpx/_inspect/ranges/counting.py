@@ -14,14 +14,14 @@ import numpy as np
 from jax import lax
 
 from jmpx._base.axes import as_whole
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.compiled import Compiled
 from jmpx._inspect.programs import Program
 from jmpx._inspect.ranges.formats import BINS, CUTS, LOWEST, MANTISSA_BITS, PARTS
 from jmpx._inspect.ranges.plan import Plan
 from jmpx._inspect.running import run_widened, widened
 from jmpx._inspect.watched import Site, Trips, evaluate, sites
-from jmpx._jaxprs.types import Array
+from jmpx._jaxprs.marks import Array
 
 _FEW = 2000  # equations that count, of a program that compiles sooner as a whole
 _MOST = 1 << 24  # numbers that wait to be counted

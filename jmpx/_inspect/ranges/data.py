@@ -11,7 +11,7 @@ import numpy as np
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.messages import describe
 from jmpx._inspect.ranges.formats import BINS, LOWEST, PARTS, as_format, bin_of
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import Rule
 
 
 class Shares(NamedTuple):

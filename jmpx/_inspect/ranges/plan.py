@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import key_of
-from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
-from jmpx._scales.arguments import LARGEST_FLOAT16
+from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
+from jmpx._scales.scaling import LARGEST_FLOAT16
 
 # Numbers count where they are computed, not where these move them; in float32, a cast does, too. A
 # gather is not among them: embeddings count, and their table, an argument, does not.

@@ -13,7 +13,7 @@ from jmpx._inspect.ranges.plot import plot_histograms
 from jmpx._inspect.reports import Report
 from jmpx._inspect.running import scale_text
 from jmpx._inspect.text import columns, count_text, share_text
-from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
+from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 _KINDS = ("activations", "gradients")
 _IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
