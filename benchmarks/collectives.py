@@ -1,6 +1,6 @@
 """Counts which collectives a program runs, in which dtypes, and how many bytes they send.
 
-`jmpx.inspect.collectives` reads them. Under jit, JAX writes no collectives: XLA's partitioner
+`jmpx.inspect.compiled` reads them. Under jit, JAX writes no collectives: XLA's partitioner
 inserts them, and `partitioned` returns what it made. A CPU's final program does not show them:
 XLA:CPU widens 16-bit collectives later.
 """
@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jmpx
 
-Collective = Any  # an item of `jmpx.inspect.Collectives.collectives`
+Collective = Any  # an item of `jmpx.inspect.Compiled.collectives`
 
 
 def mib(found: Iterable[Collective]) -> float:
@@ -37,7 +37,7 @@ def read(program: Any) -> tuple[Collective, ...]:
     Raises:
         ValueError: if it cannot tell how often a loop runs.
     """
-    found = jmpx.inspect.collectives(program).collectives
+    found = jmpx.inspect.compiled(program).collectives
     for one in found:
         if one.in_while:
             raise ValueError(f"Cannot tell how often the loop around an {one.kind} runs.")

@@ -108,7 +108,7 @@ def count_dots(lowered: Any) -> dict[str, int]:
     Those of a loop count once. What is lowered for CUDA, which needs no GPU, shows the dtypes that
     a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
     """
-    found = jmpx.inspect.products(lowered).products
+    found = jmpx.inspect.compiled(lowered).products
     return dict(sorted(collections.Counter(" x ".join(one.operands) for one in found).items()))
 
 

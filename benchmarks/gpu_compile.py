@@ -75,7 +75,7 @@ def compiled(make: Any, chip: str) -> records.Record:
         **guess,
         "kernels": sum(times for _, times in found.kernels()),
         **counts(hlo),
-        "products": jmpx.inspect.products(hlo).counts(),
+        "products": jmpx.inspect.compiled(hlo).counts(),
         "collectives": sent,
         **spent,
         **gpu.compiler(chip),

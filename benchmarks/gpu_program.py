@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import gpu
 from compiled_step import FREE, sizes
 
+from jmpx._inspect.hlo.found import kind_of
 from jmpx._inspect.hlo.module import Instruction, Module
-from jmpx._inspect.products.hlo import kind_of
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 UNTIMED = FREE | {"call", "after-all", "partition-id", "replica-id"}

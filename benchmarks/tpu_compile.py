@@ -104,7 +104,7 @@ def counts(hlo: str) -> records.Record:
         "fusions": names["fusion"],
         "converts": names["convert"],
         "copies": names["copy"] + names["copy-start"],
-        "products": count(jmpx.inspect.products(hlo).products),
+        "products": count(jmpx.inspect.compiled(hlo).products),
     }
 
 

@@ -31,8 +31,8 @@ import records
 import tpu
 
 import jmpx
+from jmpx._inspect.hlo.found import kind_of
 from jmpx._inspect.hlo.module import Module
-from jmpx._inspect.products.hlo import kind_of
 
 PyTree = Any
 
@@ -41,7 +41,7 @@ PyTree = Any
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 ALL_REDUCE = re.compile(r" = \(?(\w+)\[([\d,]+)\]\S* all-reduce(?:-start)?\(")
-Products = Sequence[Any]  # of `jmpx.inspect.Products`
+Products = Sequence[Any]  # of `jmpx.inspect.Compiled`
 
 
 def count(products: Products) -> dict[str, int]:
@@ -115,7 +115,7 @@ def measure_step(
     params = jax.eval_shape(network.init, jax.random.key(0), x)
     program = tpu.compiled(step, (params, x, labels))
     hlo = program.as_text()
-    products = jmpx.inspect.products(hlo).products
+    products = jmpx.inspect.compiled(hlo).products
     routers = [product for product in products if "/router/" in product.scope]
     rest = [product for product in products if product not in routers]
     return {
@@ -150,7 +150,7 @@ def measure_product(
     except jax.errors.JaxRuntimeError as error:
         return {"status": str(error).splitlines()[0], **tpu.target()}
     hlo, unset = program.as_text(), compile_product(dtype, "unset", size).as_text()
-    products = jmpx.inspect.products(hlo).products
+    products = jmpx.inspect.compiled(hlo).products
     return {
         "status": "ok",
         "products": count(products),

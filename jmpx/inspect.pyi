@@ -4,10 +4,6 @@ from jmpx._inspect.blame.api import blame as blame
 from jmpx._inspect.blame.report import Blame as Blame
 from jmpx._inspect.choose.api import choose as choose
 from jmpx._inspect.choose.report import Choice as Choice
-from jmpx._inspect.collectives.report import (
-    Collectives as Collectives,
-    collectives as collectives,
-)
 from jmpx._inspect.compare.api import compare as compare
 from jmpx._inspect.compare.report import Comparison as Comparison
 from jmpx._inspect.emulate import emulate as emulate
@@ -15,9 +11,8 @@ from jmpx._inspect.first_nonfinite import (
     FirstNonfinite as FirstNonfinite,
     first_nonfinite as first_nonfinite,
 )
-from jmpx._inspect.plan.api import plan as plan
-from jmpx._inspect.plan.report import Plan as Plan
-from jmpx._inspect.products.report import Products as Products, products as products
+from jmpx._inspect.hlo.report import Compiled as Compiled, compiled as compiled
+from jmpx._inspect.plan.api import Plan as Plan, plan as plan
 from jmpx._inspect.ranges.api import ranges as ranges
 from jmpx._inspect.ranges.report import Ranges as Ranges
 from jmpx._inspect.restored import (

@@ -14,12 +14,11 @@ The way through it:
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
-- `collectives/` lists what the devices of a lowered or compiled program exchange, `products/` what
-  it multiplies; `hlo/` reads such programs for both.
+- `hlo/` reads a lowered or compiled program: what it multiplies, sends between devices and keeps.
 
 Each of them has half a page of its own, and opens with `api.py` or `report.py`. They do not import
 each other, but for `blame`, which asks `first_nonfinite` for what is not finite; `plan`, which
-counts as `audit` and reads what devices send by `collectives`; and `choose`, which stands on blame
+counts as `audit` and reads what devices send by `hlo`; and `choose`, which stands on blame
 and plan. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
 `_adapters` it reads the policies under which modules ran, and `blame` puts a function under one.
 """

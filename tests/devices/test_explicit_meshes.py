@@ -139,7 +139,7 @@ def reports(params, x):
         *(str(jmpx.inspect.ranges(func)(params, x)) for func in funcs),
         str(jmpx.inspect.first_nonfinite(divided)(params, x)),
         *(str(jmpx.inspect.audit(func)(params, x)).splitlines()[2:4] for func in funcs),
-        str(jmpx.inspect.collectives(jax.jit(funcs[1]).lower(params, x).compile())),
+        str(jmpx.inspect.compiled(jax.jit(funcs[1]).lower(params, x).compile())),
     ]
 
 

@@ -36,8 +36,8 @@ def test_every_program_is_run_by_a_test():
         rest = [block for block in rest if block not in modules(page).values()]
         if rest:
             left[name] = len(rest)
-    # Two blocks are PyTorch's. tests/inspect/test_wire.py compares those of collectives.md.
-    assert left == {"coming_from_torch.md": 2, "collectives.md": 3}
+    # Two blocks are PyTorch's. tests/inspect/test_hlo.py compares those of compiled.md.
+    assert left == {"coming_from_torch.md": 2, "compiled.md": 3}
 
 
 # The commands of flags.md.

@@ -17,8 +17,8 @@ PRINTED = {
     "blame.md": ["report", "better.diff(report)"],
     "choose.md": ["choice"],
     "compare.md": ["report"],
+    "compiled.md": ["report"],
     "plan.md": ["report"],  # the rest of its reports need a chip's compiler
-    "products.md": ["report"],
 }
 AUDITS = ROOT / "docs" / "audit.md"
 

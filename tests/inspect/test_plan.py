@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import jmpx
 
 # No chip's compiler is there: the parts are replaced that look for it, and that ask it.
-from jmpx._inspect.plan import api, child, chips, compiling
+from jmpx._inspect.plan import api, chips, compiling
 from jmpx._inspect.plan.chips import CHIPS, Chip
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
@@ -66,7 +66,7 @@ def asked(monkeypatch):
 
     def compiled(request, exported, chip):
         requests.append(request)
-        return json.loads(json.dumps(child.compiled(json.loads(json.dumps(request)), exported)))
+        return json.loads(json.dumps(compiling.answer(json.loads(json.dumps(request)), exported)))
 
     devices = types.SimpleNamespace(devices=jax.devices())
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **names: devices)
@@ -170,7 +170,7 @@ def test_shardings_say_how_many_chips_and_what_they_send(asked, kind):
     made = with_shardings_of_arguments(mesh)
     step, arguments = made(POLICIES[1])
     program = compiled(step, arguments, (0, 1))
-    sent = jmpx.inspect.collectives(program).sent
+    sent = jmpx.inspect.compiled(program).sent
     assert sent > 0
     makers = [made, with_shardings_of_arguments(mesh.abstract_mesh)]
     makers += [with_shardings_of_jit] if kind == AxisType.Auto else []
@@ -332,7 +332,7 @@ def test_a_gpu_takes_what_does_not_fit_and_the_row_says_so(asked, monkeypatch):
 SCRIPT = """#!{python}
 import json, os, sys
 head, body = sys.stdin.buffer.read().split(b"\\n", 1)
-assert sys.argv[1:4] == ["-P", "-m", "jmpx._inspect.plan.child"] and body == b"program"
+assert sys.argv[1:4] == ["-P", "-m", "jmpx._inspect.plan.compiling"] and body == b"program"
 if json.loads(head)["dies"]:
     print("I0000 a note", file=sys.stderr)
     os.kill(os.getpid(), 9)

@@ -1,7 +1,8 @@
-"""`jmpx.inspect.products`: which products a lowered or compiled program multiplies."""
+"""`jmpx.inspect.compiled`: the products of lowered and compiled programs, and their memory."""
 
 import functools
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def lowered(fn, *args, platform="cuda") -> Any:
 
 
 def read(fn, *args, platform="cuda"):
-    return jmpx.inspect.products(lowered(fn, *args, platform=platform))
+    return jmpx.inspect.compiled(lowered(fn, *args, platform=platform))
 
 
 # What JAX lowers for a platform, without its compiler.
@@ -68,7 +69,7 @@ def test_a_lowered_step_has_the_products_of_the_program(platform):
 
 
 def test_a_step_compiled_for_a_cpu_has_the_flops_of_the_program_and_a_note():
-    report = jmpx.inspect.products(lowered(jax.grad(loss_fn), PARAMS, X, platform="cpu").compile())
+    report = jmpx.inspect.compiled(lowered(jax.grad(loss_fn), PARAMS, X, platform="cpu").compile())
     assert report.platform == "cpu" and report.flops == LAYERS + HEADS
     assert sum(report.counts().values()) == 12
     (note,) = report.notes
@@ -165,8 +166,9 @@ def test_kernels_of_pallas_are_told():
 
 def test_text_has_shares_by_dtypes_then_the_largest_products_and_json_every_field():
     report = read(jax.grad(loss_fn), PARAMS, X)
-    title, _, *rows = str(report).splitlines()
-    assert title == "jit_loss_fn on 1 device: 12 products, 55.3 kFLOP"
+    title, _, sums, _, *rows = str(report).splitlines()
+    assert title == "jit_loss_fn on 1 device" and sums == "12 products, 55.3 kFLOP"
+    assert rows[-2:] == ["", "no collectives"]
     assert [row.split() for row in rows[1:3]] == [
         "66.7 % 36.9 kFLOP dot bf16 x bf16 -> bf16 9".split(),
         "33.3 % 18.4 kFLOP dot f32 x f32 -> f32 3".split(),
@@ -181,12 +183,12 @@ def test_text_has_shares_by_dtypes_then_the_largest_products_and_json_every_fiel
         assert {*row} == {*one._fields, "flops"} and row["operands"] == [*one.operands]
         assert one.place is not None and row["place"]["line"] == one.place.line
     report = read(lambda x: x + 1, f32(4))
-    assert str(report) == "jit__lambda on 1 device: no products" and report.counts() == {}
+    assert str(report) == "jit__lambda on 1 device\n\nno products\n\nno collectives"
+    assert report.counts() == {} and report.memory is None
 
 
 @pytest.mark.thorough
 def test_steps_of_equinox_and_nnx_are_read():
-    """By `collectives`, too."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("data")))
     linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
@@ -196,17 +198,49 @@ def test_steps_of_equinox_and_nnx_are_read():
         eqx.filter_jit(grad_fn).lower(linear, x),
         nnx.jit(lambda model, x: nnx.grad(lambda model: model(x).sum())(model)).lower(module, x),
     ):
-        assert set(jmpx.inspect.products(step).counts()) == {"f32 x f32 -> f32"}
-        text = str(jmpx.inspect.collectives(step))
-        assert "no collectives\n\nOutside of shard_map" in text
-        step = step.compile()
-        assert set(jmpx.inspect.products(step).counts()) == {"f32 x f32 -> f32"}
-        found = [one for one in jmpx.inspect.collectives(step).collectives if one.bytes == 256]
+        report = jmpx.inspect.compiled(step)
+        assert set(report.counts()) == {"f32 x f32 -> f32"} and report.memory is None
+        assert "no collectives\n\nOutside of shard_map" in str(report)
+        report = jmpx.inspect.compiled(step.compile())
+        assert set(report.counts()) == {"f32 x f32 -> f32"} and report.memory is not None
+        found = [one for one in report.collectives if one.bytes == 256]
         kinds = [(one.kind, one.is_backward, len(one.results)) for one in found]
         assert kinds == [("all-reduce", True, 1)]
 
 
-# What compilers for GPUs and TPUs wrote, read by `products` and by `collectives`.
+# What a compiled program keeps.
+
+
+def test_memory_is_that_of_one_device():
+    def step(state, x):
+        return state + jnp.sum(x), x[:2]
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    shardings: Any = {"in_shardings": (whole, rows), "out_shardings": (whole, whole)}
+    lowered = jax.jit(step, donate_argnums=0, **shardings).lower(f32(256), f32(64, 4))
+    report = jmpx.inspect.compiled(lowered.compile())
+    memory = report.memory
+    assert memory is not None
+    assert memory.arguments == 4 * (256 + 64 * 4 // 8)
+    # An output is a tuple, whose pointers XLA:CPU counts.
+    assert 0 <= memory.outputs - 4 * (256 + 2 * 4) <= 2 * 8
+    assert memory.aliases == 4 * 256 and memory.temporaries >= 0
+    assert memory.peak >= memory.arguments
+    told = f"memory of a device: arguments {4 * 288 / 1024:.2f} KiB, outputs "
+    assert told in str(report) and str(report).count("memory of a device") == 1
+    assert report.to_dict()["memory"] == memory._asdict()
+    assert jmpx.inspect.compiled(lowered).memory is None
+
+
+@pytest.mark.parametrize("said", [None, types.SimpleNamespace(temp_size_in_bytes=1)])
+def test_a_backend_that_says_nothing_of_memory(monkeypatch, said):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: said)
+    report = jmpx.inspect.compiled(jax.jit(jnp.sin).lower(1.0).compile())
+    assert report.memory is None and str(report).endswith("no products\n\nno collectives")
+
+
+# What compilers for GPUs and TPUs wrote.
 
 FOLDER = Path(__file__).parent
 GPU = (FOLDER / "gpu.hlo").read_text()
@@ -215,7 +249,7 @@ SCORES = 2 * 4 * 128 * 2 * 64 * 256
 
 
 def test_products_of_cublas_cudnn_and_triton_are_read():
-    found = jmpx.inspect.products(GPU).products
+    found = jmpx.inspect.compiled(GPU).products
     half = "f16 x f16 -> f16"
     assert [(one.kernel, one.kind, one.dtypes, one.flops) for one in found] == [
         ("__triton_gemm", "dot", "bf16 x bf16 -> f32", 2 * 2 * 8 * 64 * 32),
@@ -235,7 +269,7 @@ def test_products_of_cublas_cudnn_and_triton_are_read():
 def test_kernels_that_cannot_be_read_are_told():
     hlo = GPU.replace("__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
     hlo = hlo.replace("__cudnn$convForward", "__gpu$xla.gpu.triton")
-    report = jmpx.inspect.products(hlo)
+    report = jmpx.inspect.compiled(hlo)
     assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
     told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
     assert len(report.products) == 6 and report.notes[0].startswith(told)
@@ -243,7 +277,7 @@ def test_kernels_that_cannot_be_read_are_told():
 
 def test_a_product_of_a_tpu_counts_no_holes():
     """A batched product of a TPU is a convolution whose kernel meets one part of its input."""
-    (one,) = jmpx.inspect.products((FOLDER / "tpu_product.hlo").read_text()).products
+    (one,) = jmpx.inspect.compiled((FOLDER / "tpu_product.hlo").read_text()).products
     assert one.dtypes == "bf16 x bf16 -> bf16" and one.flops == 3 * 2 * 16 * 32 * 8
 
 
@@ -253,7 +287,7 @@ TPU = (FOLDER / "tpu.hlo").read_text()
 def test_what_the_compiler_of_tpus_writes():
     # One gather in the fusions that overlap with it, a reduce-scatter as an all-reduce and a
     # slice, asynchronous collectives, and several arrays in one collective.
-    found = jmpx.inspect.collectives(TPU).collectives
+    found = jmpx.inspect.compiled(TPU).collectives
     assert sorted((*one[:4], one.results) for one in found) == [
         ("all-gather", "bf16", 256, 8, ()),
         ("all-gather", "f32", 32, 4, ()),

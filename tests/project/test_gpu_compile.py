@@ -72,7 +72,7 @@ backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
 
 
 def test_what_runs_is_read_from_the_program():
-    assert jmpx.inspect.products(HLO).counts() == {
+    assert jmpx.inspect.compiled(HLO).counts() == {
         "bf16 x bf16 -> bf16": 1,
         "bf16 x bf16 -> f16": 5,
         "f32 x f32 -> f32, highest": 1,
@@ -160,7 +160,7 @@ def test_the_default_compiles_to_what_where_compiles_to():
     assert default["estimate_ms"] < cond["estimate_ms"]
 
 
-# What `jmpx.inspect.products` reads.
+# What `jmpx.inspect.compiled` reads.
 
 
 def loss_fn(params, x):
@@ -191,9 +191,9 @@ def compiled_loss(chip, **options):
 def test_a_compiled_step_has_the_products_that_the_audit_counts(chip, kernel):
     triton = "triton" in kernel
     lowered, compiled, audited = compiled_loss(chip, xla_gpu_enable_triton_gemm=triton)
-    report = jmpx.inspect.products(compiled)
+    report = jmpx.inspect.compiled(compiled)
     assert report.platform == "gpu" and report.notes == ()
-    for products in (report, jmpx.inspect.products(lowered)):
+    for products in (report, jmpx.inspect.compiled(lowered)):
         flops = collections.Counter[str]()
         for one in products.products:
             flops[one.operands[0]] += one.flops
@@ -259,7 +259,7 @@ def test_an_attention_is_one_kernel_forward_and_one_backward(name):
     w, x = (jax.ShapeDtypeStruct((n, 256, 256), "float32", sharding=on) for n in (4, 2))
     lowered = jax.jit(grads).trace(w, x).lower(lowering_platforms=("cuda",))
     for step in lowered, lowered.compile(gpu.OPTIONS["H100"]):
-        found = [one for one in jmpx.inspect.products(step).products if one.kind == "attention"]
+        found = [one for one in jmpx.inspect.compiled(step).products if one.kind == "attention"]
         assert [(one.kernel.endswith("Backward"), one.times) for one in found] == [
             (False, 1),
             (True, 1),
@@ -302,7 +302,7 @@ def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, ch
 def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
     step = fsdp.prepare(way, fsdp.problem(), gpu.devices("H100", fsdp.DEVICES)).traced
     program = step.lower(lowering_platforms=("cuda",)).compile(gpu.OPTIONS["H100"])
-    report = jmpx.inspect.collectives(program)
+    report = jmpx.inspect.compiled(program)
     assert (report.platform, report.devices) == ("gpu", fsdp.DEVICES)
     sent = collections.defaultdict[str, float](float)
     for one in report.collectives:

@@ -60,7 +60,7 @@ def assert_alike(row, program):
     assert row.peak == program.memory_analysis().peak_memory_in_bytes
     cost = program.cost_analysis()
     assert row.accessed == (cost["bytes accessed"] if cost else None)
-    assert sum(row.sent.values()) == jmpx.inspect.collectives(program).sent
+    assert sum(row.sent.values()) == jmpx.inspect.compiled(program).sent
 
 
 @pytest.mark.parametrize("chip", WITH_COMPILER)

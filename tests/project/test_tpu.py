@@ -42,7 +42,7 @@ backend_config={"estimated_cycles":"77"}
 
 
 def test_cycles_are_those_of_the_fusions_of_products():
-    up, router = jmpx.inspect.products(HLO).products
+    up, router = jmpx.inspect.compiled(HLO).products
     assert router.scope.split("/")[2] == "router" and router.dtypes == "bf16 x f32 -> f32, highest"
     assert tpu_matmul.cycles(HLO, [router]) == 77 and tpu_matmul.cycles(HLO, [up]) == 0
     for word, same in (("highest,highest", True), ("/up/", True), ("77", False), ("dot(", False)):
@@ -101,7 +101,7 @@ def test_a_compiled_step_has_the_products_that_the_audit_counts():
 
     params = {"layers": jnp.ones((3, 256, 256)), "head": jnp.ones((256, 128))}
     program = tpu.compiled(jax.grad(loss_fn), (params, x := jnp.ones((4, 128, 256))))
-    report = jmpx.inspect.products(program)
+    report = jmpx.inspect.compiled(program)
     audited = jmpx.inspect.audit(loss_fn)(params, x).products
     # The scores meet the values in the compiler's own kernel, once in each of the layers.
     (note,) = report.notes
@@ -176,7 +176,7 @@ def test_stacked_layers_are_reduced_inside_of_the_loop():
         jitted = jax.jit(functools.partial(step, policy), out_shardings=split, donate_argnums=0)
         program: Any = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
         peaks.append(program.memory_analysis().peak_memory_in_bytes)
-        found = jmpx.inspect.collectives(program.as_text()).collectives
+        found = jmpx.inspect.compiled(program.as_text()).collectives
         sums.append([one for one in found if one.dtype == "f32" and one.bytes > 1024])
     # Each turn sums a gradient while its product runs: parts of it go around, by permutes.
     assert not sums[0] and {one.bytes for one in sums[1]} == {4 * size**2 // mesh.size}

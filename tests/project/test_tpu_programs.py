@@ -48,7 +48,7 @@ def peak(way):
 
 
 def dtypes_of_products(program):
-    return {" x ".join(one.operands) for one in jmpx.inspect.products(program).products}
+    return {" x ".join(one.operands) for one in jmpx.inspect.compiled(program).products}
 
 
 def costs(program):
@@ -123,7 +123,7 @@ def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
     def compiled(policy):
         program = heads.traced(policy, tpu.chip()).lower(lowering_platforms=("tpu",))
         hlo: Any = program.compile().as_text()
-        products = [p for p in jmpx.inspect.products(hlo).products if "head" in p.scope]
+        products = [p for p in jmpx.inspect.compiled(hlo).products if "head" in p.scope]
         return products, sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
 
     products, cycles = compiled(heads.ROUNDED)

@@ -33,16 +33,16 @@ def test_audit() -> None:
         jmpx.inspect.audit(3)()  # pyright: ignore[reportArgumentType]
 
 
-def test_wire() -> None:
+def test_compiled() -> None:
     # JAX does not annotate the arguments of a jitted function.
     step: Any = jax.jit(loss_fn)  # pyright: ignore[reportUnknownMemberType]
-    found = jmpx.inspect.collectives(step.lower(make_params(), ones(4, 2)))
-    assert_type(found, jmpx.inspect.Collectives)
+    found = jmpx.inspect.compiled(step.lower(make_params(), ones(4, 2)))
+    assert_type(found, jmpx.inspect.Compiled)
     assert_type(found.sent, float)
+    assert_type(found.counts(), dict[str, int])
+    assert_type(found.to_dict(), dict[str, Any])
     assert_type(found.to_json(), str)
-    multiplied = jmpx.inspect.products(step.lower(make_params(), ones(4, 2)))
-    assert_type(multiplied, jmpx.inspect.Products)
-    assert_type(multiplied.counts(), dict[str, int])
+    assert found.memory is None
 
 
 def test_ranges(tmp_path: Path) -> None:

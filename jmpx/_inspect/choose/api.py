@@ -17,9 +17,8 @@ from jmpx._inspect.choose.islands import Sites, worthwhile
 from jmpx._inspect.choose.report import Choice, Tried, front
 from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
-from jmpx._inspect.plan.api import plan
+from jmpx._inspect.plan.api import Plan, Planned, plan
 from jmpx._inspect.plan.chips import get_chip
-from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.progress import progress
 from jmpx._jaxprs import core

@@ -1,14 +1,18 @@
-"""What of that which is found in a program runs how often, and what its arrays are copies of.
+"""Counts how often each product and collective runs, and follows arrays from and to them.
 
-`run` evaluates a program without numbers: a value is an array of which only this is known: the
-input that it is a copy of, what is found that it was computed from, and which integer it is if it
-bounds a loop.
+`run` evaluates a module without numbers. Of each array it knows the input that it is a copy of, the
+products and collectives that it is computed from, and its integer if it bounds a loop.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from jmpx._inspect.hlo.found import Finder, Found, Product
 from jmpx._inspect.hlo.module import Instruction, Module
 
 
@@ -20,28 +24,23 @@ class Number(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What is known of an array."""
+    """Knowledge of an array."""
 
     source: str | None = ""  # the input that it is a copy of; None of constants
-    made_of: frozenset[int] = frozenset()  # what is found that it is an elementwise function of
+    made_of: frozenset[int] = frozenset()  # which of those found it is an elementwise function of
     number: Number | None = None
 
 
-UNKNOWN, CONSTANT = Value(), Value(None)
+UNKNOWN = Value()
 Tree = Any  # a Value, or a tuple of trees
 
 
-def leaves(tree: Tree) -> Iterator[Value]:
-    """Yields the values of a tree."""
-    if isinstance(tree, Value):
-        yield tree
-    else:
-        for each in tree:
-            yield from leaves(each)
+def _leaves(tree: Tree) -> list[Value]:
+    return jax.tree.leaves(tree, is_leaf=lambda each: isinstance(each, Value))
 
 
 def _together(join: Callable[[Value, Value], Value], a: Tree, b: Tree) -> Tree:
-    """Joins the values of two trees; nothing is known of a tuple that was not followed."""
+    """Joins the values of two trees; where their shapes differ, nothing is known."""
     if isinstance(a, Value) and isinstance(b, Value):
         return join(a, b)
     if isinstance(a, Value) or isinstance(b, Value) or len(a) != len(b):
@@ -50,7 +49,7 @@ def _together(join: Callable[[Value, Value], Value], a: Tree, b: Tree) -> Tree:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """Returns the knowledge of a value that is one of two, or is computed from them."""
+    """Returns what holds for either of two values, and for a value computed from both."""
     source = a.source if b.source in (None, a.source) else b.source if a.source is None else ""
     return Value(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
 
@@ -59,11 +58,14 @@ def _joined(trees: Iterable[Tree]) -> Tree:
     return functools.reduce(lambda a, b: _together(_join, a, b), trees)
 
 
+# Their result is a copy of their first operand: all of it, a part, or in another dtype or place.
 MOVES = frozenset(
     "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
     "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
     "opt-barrier real reduce-precision reshape reverse slice transpose".split()
 )
+# Their result is a copy of an input if all operands are copies of it, or constants; that of others
+# in `COMBINES` is one if one operand is a copy and the rest are constants.
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
 UNARY = frozenset(
@@ -72,23 +74,22 @@ UNARY = frozenset(
 )
 CALLS = frozenset({"async-start", "call", "fusion"})
 CONSTANTS = frozenset({"constant", "iota", "partition-id", "replica-id"})
+# The operands that reach the result; the others are indices or predicates.
 READ = {"select": slice(1, None), "dynamic-update-slice": slice(2), "dynamic-slice": slice(1)}
-
-
 # Custom calls that return their operands, in another sharding; those of Shardy make a tuple.
 SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 SHARDY = "xla.sdy."
 
 
-class Run:
-    """One evaluation of a program, in which `candidates` has what is found, by instruction."""
+class _Run:
+    """One evaluation of a module, in which `candidates` are products and collectives by key."""
 
-    def __init__(self, module: Module, candidates: dict[str, Sequence[Any]]) -> None:
-        self.found: list[Any] = []
+    def __init__(self, module: Module, candidates: dict[str, Sequence[Found]]) -> None:
+        self.found: list[Found] = []
         self._module, self._candidates = module, candidates
         self._values: dict[str, Tree] = {}
         self._around: list[Instruction] = []
-        self._counters = 0
+        self._counters = itertools.count(1)
 
     def computation(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Evaluates a computation."""
@@ -111,7 +112,8 @@ class Run:
         return value
 
     def _evaluated(self, one: Instruction, operands: list[Tree]) -> Tree:
-        if (found := self._candidates.get(one.key)) is not None:
+        found = self._candidates.get(one.key)
+        if found is not None:  # it is empty where another instruction is counted for this one
             return self._noted(one, found, operands) if found else operands[0]
         if one.kind == "while":
             return self._looped(one, operands[0])
@@ -122,21 +124,26 @@ class Run:
             return results[0] if one.kind in CALLS else UNKNOWN
         return _computed(one, operands[READ.get(one.kind, slice(None))])
 
-    def _noted(self, one: Instruction, found: Sequence[Any], operands: list[Tree]) -> Tree:
-        """Notes what is found in an instruction, and returns the results."""
+    def _noted(self, one: Instruction, found: Sequence[Found], operands: list[Tree]) -> Tree:
+        """Notes a product, or the collectives of an instruction, and returns the results."""
         around = [one, *reversed(self._around)]
         place = next(filter(None, map(self._module.place, around)), None)
         is_backward = any("transpose(" in each.scope for each in around)
-        # What has several arrays has as many operands; other operands are sizes.
-        operands += [UNKNOWN] * (len(found) - len(operands))
-        sources = [each.source if isinstance(each, Value) else "" for each in operands]
+        # A collective of several arrays has as many operands; a product's further ones are sizes.
+        inputs = [each if isinstance(each, Value) else UNKNOWN for each in operands]
+        inputs += [UNKNOWN] * (len(found) - len(inputs))
         results = []
-        for index, each in enumerate(found):
-            made_of = set() if each.is_scalar else {len(self.found)}
-            moved = sources[index] if each.kind in MOVES else ""
-            results.append(Value(moved, frozenset(made_of)))
-            names = [source or "" for source in sources[index:]]
-            self.found.append(each.at(names, is_backward, place))
+        for value, each in zip(inputs, found, strict=False):
+            moves, made_of = each.kind in MOVES, frozenset({len(self.found)})
+            if isinstance(each, Product):
+                names = (each.source for each in inputs[: len(each.operands)])
+                each = each._replace(parameters=tuple(filter(None, names)))
+            else:
+                made_of = frozenset() if each.is_scalar else made_of
+                each = each._replace(parameter=value.source or "")
+            result = value._replace(number=None) if moves else UNKNOWN
+            results.append(result._replace(made_of=result.made_of | made_of))
+            self.found.append(each._replace(is_backward=is_backward, place=place))
         return results[0] if len(results) == 1 else tuple(results)
 
     def _called(self, one: Instruction, name: str, operands: Sequence[Tree]) -> Tree:
@@ -165,33 +172,22 @@ class Run:
             del self.found[before:]
             state = after
         self._called(one, condition, [state])
-        trips = one.trips
-        if trips is None:
-            trips = self._trips(condition, *map(leaves, (initial, state, returned)))
-        self.found[before:] = [
-            each._replace(
-                times=each.times * (1 if trips is None else trips),
-                in_while=each.in_while or trips is None,
-            )
-            for each in self.found[before:]
-        ]
+        if (trips := one.trips) is None:
+            trips = self._trips(condition, initial, state, returned)
+        for index, each in enumerate(self.found[before:], before):
+            each = each._replace(in_while=True) if trips is None else each
+            times = each.times if trips is None else each.times * trips
+            self.found[index] = each._replace(times=times)
         return state
 
     def _carried(self, before: Value, after: Value) -> Value:
         """Joins the carry before and after a trip; a number that changes is a counter."""
         number = before.number
         if number and number != after.number and not number.counter:
-            self._counters += 1
-            number = Number(self._counters, 0)
+            number = Number(next(self._counters), 0)
         return _join(before, after)._replace(number=number)
 
-    def _trips(
-        self,
-        condition: str,
-        initial: Iterable[Value],
-        state: Iterable[Value],
-        returned: Iterable[Value],
-    ) -> int | None:
+    def _trips(self, condition: str, *carries: Tree) -> int | None:
         """Returns how often a loop runs that counts up to a constant; None if it does not."""
         root = next(one for one in self._module.computations[condition] if one.is_root)
         direction = root.attributes.get("direction")
@@ -201,7 +197,7 @@ class Run:
         counter, bound = numbers if direction == "LT" else reversed(numbers)
         if counter is None or bound is None or bound.counter or not counter.counter:
             return None
-        for values in zip(initial, state, returned, strict=False):
+        for values in zip(*map(_leaves, carries), strict=False):
             start, carried, after = (each.number for each in values)
             if carried == counter and start and after and after.counter == counter.counter:
                 to_go, step = bound.offset - start.offset, after.offset
@@ -210,26 +206,27 @@ class Run:
 
 
 def _computed(one: Instruction, operands: list[Tree]) -> Tree:
-    """Returns the result of an instruction that calls nothing, and in which nothing is found."""
-    kind, number = one.kind, one.number
+    """Returns the result of an instruction that calls nothing, and is not a candidate."""
+    kind = one.kind
     if one.target in SHARDINGS or one.target.startswith(SHARDY):
         kind = "tuple" if one.types.startswith("(") else "copy"
     if kind in CONSTANTS:
-        return CONSTANT if number is None else CONSTANT._replace(number=Number(0, number))
+        is_integer = kind == "constant" and re.match(r"[su]\d+\[\]", one.types)
+        return Value(None, number=Number(0, int(one.operands)) if is_integer else None)
     if kind == "tuple":
         return tuple(operands)
     if kind in MOVES or kind.endswith(("-done", "-update")):
         return operands[0]
     if kind == "get-tuple-element":
         (whole,) = operands
-        return whole if isinstance(whole, Value) else whole[number or 0]
+        return whole if isinstance(whole, Value) else whole[int(one.attributes["index"])]
     if kind in COMBINES:
         return _combined(kind, operands)
     return Value(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN
 
 
 def _combined(kind: str, operands: list[Value]) -> Value:
-    """Returns the result of an operation on several arrays; of two inputs, it is neither."""
+    """Returns the result of an operation on several arrays: of two inputs, a copy of neither."""
     value = _joined(operands)._replace(number=None)
     if kind == "add":
         value = value._replace(number=_sum(operands[0].number, operands[1].number))
@@ -243,27 +240,17 @@ def _sum(left: Number | None, right: Number | None) -> Number | None:
     return Number(left.counter or right.counter, left.offset + right.offset)
 
 
-def run(
-    module: Module,
-    find: Callable[[Instruction], Sequence[Any] | None],
-    outputs: Iterable[str] = (),
-) -> tuple[Any, ...]:
-    """Returns all that is found in the instructions that run.
-
-    Args:
-        module: the program.
-        find: returns what is found in an instruction, for each of its arrays: named tuples with
-            the fields of `Collective`; None if it is of another kind.
-        outputs: the names of the results of the program.
-    """
-    every = ((one.key, find(one)) for one in module.instructions.values())
-    evaluation = Run(module, {key: found for key, found in every if found is not None})
+def run(module: Module, outputs: Sequence[str] = ()) -> list[Found]:
+    """Returns the products and collectives that run; `outputs` names the results of the program."""
+    find = Finder(module)
+    every = ((key, find(one)) for key, one in module.instructions.items())
+    evaluation = _Run(module, {key: found for key, found in every if found is not None})
     results = evaluation.computation(module.entry, list(map(Value, module.arguments)))
-    found, values, names = evaluation.found, list(leaves(results)), list(outputs)
-    if len(names) != len(values):
-        names = [f"output {index}" for index in range(len(values))]
-    ends: list[list[str]] = [[] for _ in found]
-    for name, value in zip(names, values, strict=True):
-        for index in value.made_of:
-            ends[index].append(name)
-    return tuple(one._replace(results=tuple(end)) for one, end in zip(found, ends, strict=True))
+    values = _leaves(results)
+    if len(outputs) != len(values):
+        outputs = [f"output {index}" for index in range(len(values))]
+    both = list(zip(outputs, values, strict=True))
+    return [
+        one._replace(results=tuple(name for name, value in both if index in value.made_of))
+        for index, one in enumerate(evaluation.found)
+    ]

@@ -12,14 +12,13 @@ _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPERAND = re.compile(r"(%[\w.-]+)((?:#\d+)*)")
-# After its operands, an instruction has attributes. Those in braces, as `metadata={op_name="f"}`,
-# are read as its own; the others have a string, a list such as `{%a, %b}`, or a word.
+# The attributes of an instruction: strings, lists such as `{%a, %b}`, or words. Those in braces, as
+# in `metadata={op_name="f"}`, are read like the others.
 _ATTRIBUTE = re.compile(r"""\b(\w+)=("(?:[^"\\]|\\.)*"|\{[^{}"=]*\}|[^\s,{}"]+)""")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = {
-    "while": ("condition", "body"),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
+_CALLED = (
+    "condition body branch_computations true_computation false_computation calls to_apply".split()
+)
 Array = tuple[str, tuple[int, ...]]  # its dtype and its shape
 
 
@@ -29,11 +28,11 @@ class Instruction:
 
     computation: str
     name: str
-    types: str  # what it returns
-    kind: str  # what it does, such as `dot`
-    operands: str  # what stands in its parentheses
-    rest: str  # what follows them
-    is_root: bool  # whether its computation returns what it returns
+    types: str  # of its results
+    kind: str  # the operation, such as `dot`
+    operands: str  # the text in its parentheses
+    rest: str  # the text behind them
+    is_root: bool  # whether it is the result of its computation
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
@@ -58,34 +57,25 @@ class Instruction:
     @functools.cached_property
     def called(self) -> list[str]:
         """The computations that it calls; of a loop: its condition, then its body."""
-        if self.kind.endswith(("-done", "-update")):  # which name what `async-start` called
+        if self.kind.endswith(("-done", "-update")):  # they repeat that of their `-start`
             return []
-        keys = _CALLED.get(self.kind, ("calls", "to_apply"))
-        names = " ".join(self.attributes.get(key, "") for key in keys)
+        names = " ".join(self.attributes.get(key, "") for key in _CALLED)
         return [name for name, _ in _OPERAND.findall(names)]
 
     @property
     def key(self) -> str:
-        """A name that is the only one: two computations may use the same."""
+        """Its name in the module: two computations may use one name."""
         return self.computation + self.name
 
     @property
-    def number(self) -> int | None:
-        """The value of a constant integer, or which part of a tuple is taken."""
-        if self.kind == "get-tuple-element":
-            return int(self.attributes["index"])
-        is_integer = self.kind == "constant" and re.match(r"[su]\d+\[\]", self.types)
-        return int(self.operands) if is_integer else None
-
-    @property
     def trips(self) -> int | None:
-        """How often it runs the body of a loop, if the compiler says it."""
+        """How often it runs the body of a loop, if the compiler knows."""
         found = _TRIPS.search(self.rest)
         return int(found[1]) if found else None
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The function that a custom call names."""
         return self.attributes["custom_call_target"] if self.kind == "custom-call" else ""
 
     @property
@@ -95,10 +85,9 @@ class Instruction:
 
 
 class Module:
-    """A program, such as `jit_step`, as the instructions of its computations.
+    """A program, such as `jit_step`: the instructions of its computations, and all by their keys.
 
-    `instructions` has all of them by their keys. Only after XLA's partitioner does the text say how
-    many `devices` run it.
+    Only behind XLA's partitioner does a text hold how many devices run it: before, pass `devices`.
     """
 
     def __init__(self, text: str, devices: int | None = None) -> None:
@@ -125,7 +114,7 @@ class Module:
             )
         every = (one for found in self.computations.values() for one in found)
         self.instructions = {one.key: one for one in every}
-        self._frames = _StackFrames(text)
+        self._tables = _tables(text)
 
     @property
     def arguments(self) -> list[str]:
@@ -140,36 +129,11 @@ class Module:
 
     def place(self, one: Instruction) -> Place | None:
         """Returns the innermost line of the user's code that an instruction names."""
-        return self._frames.place(one.attributes)
-
-
-def _operands(line: str, start: int) -> tuple[str, str]:
-    """Returns what stands in the parentheses that open before `start`, and what follows them."""
-    depth, end = 1, start
-    while depth and end < len(line):
-        depth += {"(": 1, ")": -1}.get(line[end], 0)
-        end += 1
-    return line[start : end - 1], line[end:]
-
-
-class _StackFrames:
-    """The tables at the top of a module, which say what `stack_frame_id` means.
-
-    Until JAX 0.8, each operation says its file and line itself.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._tables: dict[str, dict[int, str]] = {}
-        names = "FileNames|FunctionNames|FileLocations|StackFrames"
-        for name, rows in re.findall(rf"^({names})\n((?:\d+ .*\n)*)", text, re.MULTILINE):
-            split = (row.partition(" ") for row in rows.splitlines())
-            self._tables[name] = {int(number): row for number, _, row in split}
-
-    def place(self, attributes: dict[str, str]) -> Place | None:
-        """Returns the innermost line of the user's code that an operation names."""
-        calls = self._calls(int(attributes.get("stack_frame_id", 0)))
-        if "source_file" in attributes:
-            calls = iter([(attributes["source_file"], int(attributes["source_line"]), "")])
+        found = one.attributes
+        if "source_file" in found:  # until JAX 0.8
+            calls = iter([(found["source_file"], int(found["source_line"]), "")])
+        else:
+            calls = self._calls(int(found.get("stack_frame_id", 0)))
         return next((Place(*each) for each in calls if not is_of_library(each[0])), None)
 
     def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:
@@ -180,6 +144,24 @@ class _StackFrames:
             names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
             yield names[0].strip('"'), line, names[1].strip('"').rpartition(".")[2]
             frame = parent - 1  # counted from one, and one is none
+
+
+def _operands(line: str, start: int) -> tuple[str, str]:
+    """Returns the text in the parentheses that open before `start`, and the text behind them."""
+    depth, end = 1, start
+    while depth and end < len(line):
+        depth += {"(": 1, ")": -1}.get(line[end], 0)
+        end += 1
+    return line[start : end - 1], line[end:]
+
+
+def _tables(text: str) -> dict[str, dict[int, str]]:
+    """Reads the tables at the top of a module, to which `stack_frame_id` refers."""
+    names, tables = "FileNames|FunctionNames|FileLocations|StackFrames", {}
+    for name, rows in re.findall(rf"^({names})\n((?:\d+ .*\n)*)", text, re.MULTILINE):
+        split = (row.partition(" ") for row in rows.splitlines())
+        tables[name] = {int(number): row for number, _, row in split}
+    return tables
 
 
 def _numbers(row: str) -> list[int]:

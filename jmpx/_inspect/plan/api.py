@@ -1,28 +1,118 @@
-"""The plan as users call it: `jmpx.inspect.plan(make_step, policies, chip="v5e")`."""
+"""What a step costs under each policy, on a chip: `jmpx.inspect.plan(make_step, policies)`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jmpx._base.messages import describe
 from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
+from jmpx._inspect.audit.data import Products
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
-from jmpx._inspect.plan.compiling import compiled, placed, versions
-from jmpx._inspect.plan.report import Plan, Planned
+from jmpx._inspect.plan.compiling import ask, line_of, placed, versions
 from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.progress import progress
-from jmpx._inspect.text import short_names
+from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
-_NUMBERS = 16  # that an array among the arguments may have: a key, a count, a loss scale
+_NUMBERS = 16  # elements that an array argument may have: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions
 _NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
     "donate_argnums."
 )
 _UNTUNED = "Nothing is tuned without the GPU: a real run fuses a little more or less."
+_PARTS = 3  # how many shares are shown
+_FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
+
+
+class Planned(NamedTuple):
+    """The costs of a policy; None, or empty, where they are not known.
+
+    Products and saved bytes are those of the whole program, as it was traced; the rest is that of
+    one chip, by its compiler.
+    """
+
+    policy: str
+    chips: int = 1
+    peak: int | None = None  # bytes that the chip holds at once, with the arguments
+    fits: bool | None = None
+    products: tuple[Products, ...] = ()  # by the dtypes of their operands
+    saved: dict[str, int] = {}  # bytes that are kept for the backward pass, by dtype
+    accessed: float | None = None  # bytes; the body of a loop counts once
+    sent: dict[str, float] = {}  # bytes, by the kind of collective and its dtype
+    seconds: float | None = None  # that the compiler took
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Report):
+    """The costs of a step under each policy, as `jmpx.inspect.plan` predicts them.
+
+    Attributes:
+        step: the name of the step.
+        chip: the name of the chip; None if there are only the counts of the trace.
+        memory: the bytes that a program may use on the chip.
+        compiler: the versions of JAX and of the compiler.
+        rows: one for each policy, in the order in which they were given.
+        notes: limits of these numbers, in sentences.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    step: str
+    chip: str | None
+    memory: int | None
+    compiler: str
+    rows: tuple[Planned, ...]
+    notes: tuple[str, ...] = ()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the peak memory of each policy as a bar, and the chip's as a line, by matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if nothing was compiled, or matplotlib knows no such format.
+        """
+        from matplotlib.figure import Figure  # here, because only pictures need it
+
+        sizes, most = [(row.peak or 0) / 2**30 for row in self.rows], (self.memory or 0) / 2**30
+        if not any(sizes):
+            raise ValueError("Expected a plan that was compiled, got none: give plan(chip=...).")
+        figure = Figure(figsize=(8, 1.5 + 0.35 * len(sizes)), dpi=150, layout="constrained")
+        axes, places = figure.add_subplot(), range(len(sizes))
+        bars = axes.barh(places, sizes, color=[_FITS if s <= most else _DOES_NOT for s in sizes])
+        labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
+        if max(sizes) > most / 2:  # else the line would make the bars short
+            axes.axvline(most, color="0.5", lw=1)
+        axes.set_yticks(places, [row.policy[-60:] for row in self.rows], fontsize=8)
+        axes.set_xlabel(f"peak memory (GiB); {self.chip} has {most:.4g}")
+        axes.set_title(self._title, fontsize=9)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        figure.savefig(path)
+
+    def _blocks(self) -> Iterator[str | Table]:
+        failed = [f"{row.policy}: {row.error}" for row in self.rows if row.error]
+        yield self._title
+        yield Table(_cells(self.rows), right=(1, 3))
+        yield "\n".join([*failed, *self.notes])
+
+    @property
+    def _title(self) -> str:
+        if self.chip is None:
+            return f"Plan of {self.step}: counts of the trace"
+        chips = max(row.chips for row in self.rows)
+        many = f"{chips} x {self.chip}" if chips > 1 else self.chip
+        return f"Plan of {self.step} on {many}, {bytes_text(self.memory or 0)} ({self.compiler})"
 
 
 def plan(
@@ -85,7 +175,7 @@ def plan(
                 programs.append(traced_step(step, arguments))
             except Exception as error:  # such as a kernel that refuses a dtype
                 failures.append(error)
-                rows.append(Planned(name, error=_line(error)))
+                rows.append(Planned(name, error=line_of(error)))
             else:
                 _refuse_arrays(programs[-1])
                 rows.append(_planned(name, programs[-1], target, not reason))
@@ -102,7 +192,7 @@ def plan(
 
 
 def _names(policies: object) -> list[str]:
-    """Returns the policies as a report names them; refuses what is no policy."""
+    """Returns the names of policies in a report; raises an error if one is no policy."""
     if isinstance(policies, str) or not isinstance(policies, Sequence) or not policies:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
@@ -113,7 +203,7 @@ def _names(policies: object) -> list[str]:
 
 
 def _made(make_step: Callable[[Any], Any], policy: object) -> Any:
-    """Returns a step and its arguments; refuses what is none."""
+    """Returns a step and its arguments; raises a `TypeError` if `make_step` returns others."""
     match made := make_step(policy):
         case (step, tuple()) if callable(step) and isinstance(made, tuple):
             return made
@@ -140,12 +230,50 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
     if chip is None or not compiles:
         return row
     try:
-        row = row._replace(**compiled(program, chip))
+        row = row._replace(**ask(program, chip))
     except Exception as error:  # such as an effect that JAX cannot export
-        return row._replace(error=_line(error))
-    # A GPU's compiler takes what does not fit, too.
+        return row._replace(error=line_of(error))
+    # A GPU's compiler also compiles programs that do not fit.
     return row._replace(fits=row.fits and (row.peak or 0) <= chip.memory)
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+# --- The table ---
+
+
+def _cells(rows: Sequence[Planned]) -> list[list[str]]:
+    """Returns the rows of the table, its header first, without columns that are empty."""
+    is_compiled = any(row.peak for row in rows)
+    table = [_row(row, is_compiled) for row in rows]
+    kept = [name for name in table[0] if not name or any(row[name] for row in table)]
+    return [kept, *([row[name] for name in kept] for row in table)]
+
+
+def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
+    """Returns the cells of a row, by the names of their columns."""
+    # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+    names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+    products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
+    flops = sum(each.flops for each in row.products)
+    return {
+        "": row.policy,
+        "peak": _bytes(row.peak),
+        "fits": {True: "yes", False: "no", None: ""}[row.fits],
+        "FLOP": flop_text(flops) if flops else "",
+        "products": _shares(products),
+        # JAX's count, which XLA's peak replaces.
+        "saved": "" if is_compiled else _bytes(sum(row.saved.values())),
+        "accessed": _bytes(row.accessed),
+        "sent": _bytes(sum(row.sent.values())),
+        "collectives": _shares(row.sent),
+        "compiled": "" if row.seconds is None else f"{row.seconds:.0f} s",
+    }
+
+
+def _bytes(number: float | None) -> str:
+    return bytes_text(round(number)) if number else ""
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    """Returns the largest parts and their shares, such as `bf16 98.2 %, f32 1.8 %`."""
+    largest, whole = sorted(parts, key=lambda name: -parts[name])[:_PARTS], sum(parts.values())
+    return ", ".join(f"{name} {share_text(parts[name], whole)}" for name in largest)

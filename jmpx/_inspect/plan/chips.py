@@ -1,4 +1,4 @@
-"""The chips whose compilers need no chip, and what each compiler wants to be told.
+"""The chips whose compilers need no chip, and the settings and options of each compiler.
 
 The benchmarks take `CHIPS`, and of a chip `settings`, `options` and `topology`, from here, too.
 """
@@ -22,7 +22,7 @@ _TPU_SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-# What each GPU has, as XLA wants to be told where it cannot ask a driver.
+# The properties of GPUs, for which XLA asks the driver where there is one.
 _COMMON = """
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
@@ -45,14 +45,14 @@ _A100 = """
 """
 # Without a GPU nothing is timed: Triton's products would take the first tiling that is legal.
 _UNTUNED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-# Of JAX. Others fail without the GPU, or were not tried; 0.9.2 compiles for a target of the fields
-# that it knows, but gives as peak of memory the arguments alone.
+# Versions of JAX. Others fail without the GPU, or were not tried; 0.9.2 compiles for a target of
+# the fields that it knows, but its peak of memory is that of the arguments alone.
 GPU_VERSIONS = ("0.10.2",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip that a compiler knows without having one."""
+    """A chip that a compiler knows."""
 
     name: str  # as users write it
     platform: str  # as JAX names it, `"tpu"` or `"cuda"`
@@ -63,7 +63,7 @@ class Chip:
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """The environment variables that the compiler wants before JAX is imported."""
+        """The environment variables to set before JAX is imported."""
         cpu = {"JAX_PLATFORMS": "cpu"}  # else JAX asks the driver of a GPU
         return cpu | _TPU_SETTINGS if self.platform == "tpu" else cpu
 
@@ -87,7 +87,7 @@ class Chip:
         )
 
     def target(self) -> str:
-        """Returns a GPU as XLA reads it."""
+        """Returns the description of a GPU in the format of XLA."""
         return (
             f'gpu_device_info {{ {_COMMON} {self.hardware} name: "{self.device}" '
             f'device_memory_size: {self.memory} }} platform_name: "CUDA" dnn_version_info '
@@ -119,7 +119,7 @@ def get_chip(name: object) -> Chip:
 
 
 def missing(chip: Chip) -> str:
-    """Returns the sentence that says why there is no compiler, with the remedy; "" with one."""
+    """Returns why there is no compiler, with the remedy, as a sentence; "" if there is one."""
     is_gpu = chip.platform == "cuda"
     if is_gpu and jax.__version__ not in GPU_VERSIONS:
         return (

@@ -1,5 +1,10 @@
-"""What a chip's compiler says of a traced program: asked in another process, and kept in files."""
+"""Compiles programs for chips that are not there, in another process; keeps answers in files.
 
+That process runs this file: it reads a line of JSON and an exported program from its standard
+input, and prints a line of JSON.
+"""
+
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -8,20 +13,27 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jmpx._inspect.hlo.report import compiled
 from jmpx._inspect.plan.chips import Chip
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds
-from jmpx._jaxprs.marks import Equation
 
 _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".split()
+# The words of a TPU's compiler about a program that does not fit.
+_NEEDED = re.compile(r"([\d.]+)([KMGT])\)? (?:exceeds|of) ")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')
 
 
@@ -42,9 +54,10 @@ def _named(sharding: object) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def compiled(program: Program, chip: Chip) -> dict[str, Any]:
-    """Returns what `child.py` prints of a program on a chip, or an `error` if its process died."""
-    if any_holds(program.jaxpr, _calls_python):
+def ask(program: Program, chip: Chip) -> dict[str, Any]:
+    """Returns the `answer` of a program on a chip, or an `error` if its process died."""
+    python = re.compile("callback|^debug_print$")
+    if any_holds(program.jaxpr, lambda eqn: bool(python.search(eqn.primitive.name))):
         return {"error": "It calls Python, as jax.debug.print does, which no file can hold."}
     donated, shardings = placed(program)
     both = zip(program.jaxpr.in_avals, shardings, strict=True)
@@ -60,21 +73,22 @@ def compiled(program: Program, chip: Chip) -> dict[str, Any]:
         "specs": [each and tuple(each.spec) for each in shardings],
     }
     parts = text, json.dumps(request), repr(chip), *map(_version, _PACKAGES)
-    path = _folder() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+    name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jmpx", "plan", name)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
-    # JAX promises nothing for most kernels; but it is this JAX that reads the program.
+    # JAX exports most kernels for its own version alone, and the other process has the same.
     kernels = map(jax.export.DisabledSafetyCheck.custom_call, set(_KERNEL.findall(text)))
     exported = jax.export.export(jitted, platforms=platforms, disabled_checks=[*kernels])(*shapes)
     request["topology"] = chip.topology(exported.nr_devices)
     found = _asked(request, exported, chip)
     if "chips" in found:
-        _write(path, json.dumps(found))
+        with contextlib.suppress(OSError):  # such as a home that cannot be written to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")  # so that the file is whole or absent
+            part.write_text(json.dumps(found))
+            part.replace(path)
     return found
-
-
-def _calls_python(eqn: Equation) -> bool:
-    return "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
 
 
 def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
@@ -87,7 +101,7 @@ def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -
         "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
     }
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "jmpx._inspect.plan.child"],
+        [sys.executable, "-P", "-m", "jmpx._inspect.plan.compiling"],
         input=json.dumps(request).encode() + b"\n" + bytes(exported.serialize()),
         capture_output=True,
         env=os.environ | settings,
@@ -96,20 +110,6 @@ def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -
         return json.loads(result.stdout.splitlines()[-1])
     said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
     return {"error": f"The compiler ended with status {result.returncode}: {said}"}
-
-
-def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "jmpx" / "plan"
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    with contextlib.suppress(OSError):  # such as a home that cannot be written to
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(text)
-        part.replace(path)
 
 
 def _version(package: str) -> str:
@@ -123,3 +123,64 @@ def versions(chip: Chip) -> str:
     """Returns the versions of JAX and of a compiler, such as `jax 0.10.2, libtpu 0.0.42.1`."""
     names = "jax", "libtpu" if chip.platform == "tpu" else "jax-cuda12-plugin"
     return ", ".join(f"{name} {_version(name)}" for name in names if _version(name))
+
+
+# --- In the other process ---
+
+
+def answer(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, Any]:
+    """Returns the memory, bytes, collectives and seconds of a program, by its compiler."""
+    devices = topologies.get_topology_desc(**request["topology"]).devices[: exported.nr_devices]
+    both = zip(exported.in_avals, _shardings(request, devices), strict=True)
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in both]
+    traced = jax.jit(exported.call, donate_argnums=request["donated"]).trace(*arguments)
+    lowered, start = traced.lower(lowering_platforms=exported.platforms), time.perf_counter()
+    found: dict[str, Any] = {"chips": len(devices)}
+    try:
+        program = lowered.compile(compiler_options=request["options"])
+    except jax.errors.JaxRuntimeError as error:
+        return found | _refused(" ".join(str(error).split()))
+    report, sent = compiled(program), collections.Counter[str]()
+    for one in report.collectives:
+        sent[f"{one.kind} {one.dtype}"] += one.sent  # pyright: ignore[reportArgumentType]
+    return found | {
+        "fits": True,
+        "peak": report.memory and report.memory.peak,
+        "accessed": (program.cost_analysis() or {}).get("bytes accessed"),
+        "sent": sent,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _refused(text: str) -> dict[str, Any]:
+    """Returns why a compiler refused a program, and the memory that it needs if too much."""
+    if "RESOURCE_EXHAUSTED" not in text:
+        return {"error": text[:300]}
+    needed = _NEEDED.search(text)
+    peak = needed and int(float(needed[1]) * _UNITS[needed[2]])
+    return {"error": text[:300], "fits": False, "peak": peak}
+
+
+def _shardings(request: dict[str, Any], devices: Sequence[Any]) -> list[NamedSharding | None]:
+    """Returns the shardings of the arguments: where none has one, all are on all devices."""
+    names, sizes, kinds = request["mesh"] or (["all"], [len(devices)], ["Auto"])
+    mesh = Mesh(np.array(devices).reshape(sizes), names, tuple(AxisType[kind] for kind in kinds))
+    specs = request["specs"] if request["mesh"] else [[]] * len(request["specs"])
+    axes = lambda each: tuple(each) if isinstance(each, list) else each  # noqa: E731
+    named = lambda spec: NamedSharding(mesh, PartitionSpec(*map(axes, spec)))  # noqa: E731
+    return [None if spec is None else named(spec) for spec in specs]
+
+
+def line_of(error: Exception) -> str:
+    """Returns an error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+if __name__ == "__main__":
+    head = json.loads(sys.stdin.buffer.readline())
+    program = jax.export.deserialize(bytearray(sys.stdin.buffer.read()))
+    try:
+        said = answer(head, program)
+    except Exception as failure:
+        said = {"error": line_of(failure)}
+    print(json.dumps(said))
