@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,16 +17,16 @@ from jmpx._jaxprs.marks import Array, Atom, Aval, Equation, Jaxpr, Module, NameS
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Value:
-    """What an equation reads or computes."""
+    """An array or a number that an equation reads or computes."""
 
     aval: Aval
     kind: str  # `input`, `const` (an array that the function closes over), `literal` or `computed`
-    constant: Array | None = None  # the number or numbers of a constant or a literal
-    index: int = -1  # the number of an input
-    node: "Node | None" = None  # what computes it
+    constant: Array | None = None  # the numbers of a constant or a literal
+    index: int = -1  # of an input: its number
+    node: "Node | None" = None  # the one that computes it
     readers: "list[Node]" = dataclasses.field(default_factory=list)  # in the program's order
     is_output: bool = False
-    dtype: np.dtype = dataclasses.field(init=False)  # a boolean's for a token, which has none
+    dtype: np.dtype = dataclasses.field(init=False)  # bool for a token, which has no dtype
     shape: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,19 +46,22 @@ class Value:
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """An equation, or a structural node, which ties the body of a loop to the program around it.
+    """An equation, or a structural node, which ties an inner jaxpr to the program around it.
 
-    Of these, `carry` reads a first value and what the body returns next, and makes what a trip of
-    the loop starts with; `slice` makes a trip's part of an array, `stack` an array out of what each
-    trip returns, `result` what the last trip hands out, `join` the result of whichever branch runs,
-    `shard` and `unshard` a device's part of an array, and the array.
+    The structural nodes:
+
+    - `carry` joins the initial value of a loop's carry and the one that the body returns.
+    - `slice` takes one trip's part of an array, and `stack` puts the results of all trips together.
+    - `result` is the carry after the last trip.
+    - `join` is the result of the branch that runs.
+    - `shard` takes one device's part of an array, and `unshard` puts the parts together.
     """
 
     name: str  # of the primitive, as policy rules spell it, or of the structural node
     eqn: Equation  # of a structural node, the one that holds the inner jaxpr
     scope: str  # its scopes, marks of modules among them
     is_backward: bool
-    around: "Node | None"  # the equation whose jaxpr it is from; None at the top
+    around: "Node | None"  # the call, loop or branch whose jaxpr holds it; None at the top
     times: int = 1  # how often it runs: the product of the lengths of the scans around it
     in_while: bool = False  # it runs an unknown number of times
     is_structure: bool = False
@@ -66,21 +70,29 @@ class Node:
 
     @property
     def is_carry(self) -> bool:
-        """Whether it ties what the body of a loop returns to what it starts with."""
+        """Whether it joins the initial value of a loop and the one that the body returns."""
         return self.is_structure and self.name == "carry"
 
     @property
     def first_operands(self) -> list[Value]:
-        """Its operands, except what the body of a loop returns to a carry, which comes later."""
+        """Its operands, of a carry the initial value alone: the other one is computed later."""
         return self.operands[:1] if self.is_carry else self.operands
+
+    @property
+    def outwards(self) -> "Iterator[Node]":
+        """The node, then the calls, loops and branches that hold it, the innermost first."""
+        each: Node | None = self
+        while each is not None:
+            yield each
+            each = each.around
 
 
 class Graph:
     """A program as nodes and values, with the values of its arguments and of its results.
 
-    The nodes are in the order of the program; a `carry` stands before the body that reads it, and
-    all others behind what they read. Of a `lax.platform_dependent`, the branch of the platform is
-    in the graph, and no other; None stands for that of this machine.
+    The nodes are in the order of the program: a `carry` stands before the body that reads it, and
+    all others behind the nodes that they read. A `lax.platform_dependent` has only the branch of
+    the platform in the graph, which is this machine's for None.
     """
 
     def __init__(self, program: Program, platform: str | None = None) -> None:
@@ -92,6 +104,35 @@ class Graph:
         for value in self.outputs:
             value.is_output = True
 
+    @staticmethod
+    def back(
+        values: Iterable[Value],
+        through: Callable[[Node], Iterable[Value]],
+        limit: int | None = None,
+    ) -> Iterator[Node]:
+        """Yields the nodes behind values, each once, the nearest first.
+
+        Args:
+            values: the values to start from.
+            through: returns the operands of a node to go on with, or none to stop there.
+            limit: the walk ends as soon as it knows so many nodes, those not yet yielded included.
+        """
+        return _nearest(
+            values, lambda value: () if value.node is None else (value.node,), through, limit
+        )
+
+    @staticmethod
+    def forward(
+        values: Iterable[Value], through: Callable[[Node], Iterable[Value]]
+    ) -> Iterator[Node]:
+        """Yields the nodes that read values, each once, the nearest first.
+
+        Args:
+            values: the values to start from.
+            through: returns the results of a node to go on with, or none to stop there.
+        """
+        return _nearest(values, lambda value: value.readers, through, None)
+
     def path(self, node: Node) -> str:
         """Returns the path of the innermost module of a node and the named scopes inside of it."""
         return where(node.scope).path
@@ -101,9 +142,9 @@ class Graph:
         return selector(node.scope)
 
     def outermost(self) -> frozenset[Module]:
-        """Returns the modules around all others, a rule for which would be for the whole model.
+        """Returns the modules that hold all others: a rule for one would be for the whole model.
 
-        A layer alone is not among them.
+        If the program has one layer alone, there are none.
         """
         scopes = [modules_of(scope) for scope in {node.scope for node in self.nodes}]
         around = [modules for modules in scopes if modules]
@@ -111,14 +152,12 @@ class Graph:
         return outermost if frozenset().union(*around) > outermost else frozenset()
 
     def place(self, node: Node) -> Place | None:
-        """Returns the line of the user's code that a node is from, or its call is."""
-        each: Node | None = node
-        while each is not None:
+        """Returns the line of the user's code that a node is from, else of a call that holds it."""
+        for each in node.outwards:
             called = each.around.eqn.params.get("name", "") if each.around else ""
             place = place_of(each.eqn, called if isinstance(called, str) else "")
             if place is not None:
                 return place
-            each = each.around
         return None
 
     def policy(self, node: Node) -> str:
@@ -128,6 +167,23 @@ class Graph:
             return policy
         module = where(node.scope).module
         return "" if module is None else self.program.policies.get(module.path, "")
+
+
+def _nearest(
+    values: Iterable[Value],
+    neighbours: Callable[[Value], Sequence[Node]],
+    through: Callable[[Node], Iterable[Value]],
+    limit: int | None,
+) -> Iterator[Node]:
+    waiting, seen = deque[Node](), set[Node]()
+    while True:
+        new = dict.fromkeys(node for value in values for node in neighbours(value))
+        waiting += (node for node in new if node not in seen)
+        seen.update(new)
+        if not waiting or (limit is not None and len(seen) >= limit):
+            return
+        yield (node := waiting.popleft())
+        values = through(node)
 
 
 class _Builder:
@@ -164,7 +220,7 @@ class _Builder:
         return node
 
     def equation(self, node: Node, operands: list[Value]) -> Sequence[Value]:
-        """Adds an equation, or those of the jaxprs that it runs, and returns its results."""
+        """Adds an equation, or the equations of its inner jaxprs, and returns its results."""
         outs = [var.aval for var in node.eqn.outvars]
         inner = inner_of(node.eqn, self.platform)
         if node.name == "platform_index":  # read by the cond that has a branch for each platform
@@ -186,7 +242,7 @@ class _Builder:
         return [self.tie("join", node, list(values), aval) for values, aval in columns]
 
     def loop(self, node: Node, inner: Inner, outs: Sequence[Aval]) -> list[Value]:
-        # What is inside runs several times; the loop itself does so where it is in another one.
+        # Nodes inside run once per trip, the node of the loop as often as its surroundings.
         inside = dataclasses.replace(
             node, times=node.times * (1 if inner.trips is None else inner.trips)
         )

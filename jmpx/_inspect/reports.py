@@ -1,10 +1,10 @@
-"""What the reports of this room share: their data, for JSON; and a table, as text and as HTML."""
+"""The base of all reports: blocks, which it shows as text and as HTML, and fields, for JSON."""
 
 import dataclasses
 import html
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jmpx._base.trees import is_int
@@ -17,18 +17,21 @@ class Table(NamedTuple):
     Attributes:
         rows: its cells.
         right: the columns that are aligned to the right.
-        most: how many rows the text shows; HTML and data have all.
+        most: how many rows the text shows; None for all. HTML and data have all.
+        left_out: the line under a text that shows fewer, with `{}` for the number of other rows.
     """
 
     rows: Sequence[Sequence[str]]
     right: tuple[int, ...] = ()
-    most: int = 40
+    most: int | None = 40
+    left_out: str = "... and {} more, which to_dict() holds"
 
     def lines(self) -> list[str]:
         """Returns the table as text, and how many rows it left out."""
-        lines = columns(self.rows[: self.most + 1], right=self.right)
-        left_out = len(self.rows) - 1 - self.most
-        return lines + [f"... and {left_out} more, which to_dict() holds"] * (left_out > 0)
+        number = 0 if self.most is None else max(len(self.rows) - 1 - self.most, 0)
+        shown = self.rows[: len(self.rows) - number]
+        left_out = [self.left_out.format(number)] if number else []
+        return [*columns(shown, right=self.right), *left_out]
 
     def html(self) -> str:
         """Returns the table as HTML, with all rows."""
@@ -41,20 +44,19 @@ class Table(NamedTuple):
 class Report:
     """A frozen dataclass that is the result of an inspection, shown as blocks.
 
-    A block is a paragraph of text, whose lines are kept as they are, or a table. Text and HTML are
-    made of the blocks, and data of the fields.
+    A block is a table, or a text whose lines are kept as they are. Text and HTML show the blocks,
+    data the fields.
     """
 
     _version = 1
 
     def _blocks(self) -> Iterator[str | Table]:
-        """Yields what the report shows; empty texts are left out."""
+        """Yields texts and tables in order; empty texts are left out."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         """Returns the blocks as text, with an empty line between them."""
-        texts = (b if isinstance(b, str) else "\n".join(b.lines()) for b in self._blocks())
-        return "\n\n".join(filter(None, texts))
+        return as_text(self._blocks())
 
     def to_html(self) -> str:
         """Returns the blocks as HTML, tables with all of their rows."""
@@ -64,7 +66,7 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
+        """Returns the HTML, which notebooks show."""
         return self.to_html()
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,8 +82,14 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent)
 
 
+def as_text(blocks: Iterable[str | Table]) -> str:
+    """Returns blocks as text, with an empty line between them."""
+    texts = (block if isinstance(block, str) else "\n".join(block.lines()) for block in blocks)
+    return "\n\n".join(filter(None, texts))
+
+
 def plain(value: Any) -> Any:
-    """Returns named tuples as dicts, tuples as lists, what JSON has no number for as text."""
+    """Returns named tuples as dicts, tuples as lists, and infinities and NaNs as text."""
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}

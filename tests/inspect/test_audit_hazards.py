@@ -426,7 +426,7 @@ def test_the_rule_for_a_collective_mends_it():
 
     (finding,) = found_in_step("c=bf16,o=f32,r=bf16")
     assert finding.name == "low-collective" and "'data'" in finding.message
-    assert not found_in_step(f"c=bf16,o=f32,{finding.rule.partition(' ')[0]}")
+    assert not found_in_step(f"c=bf16,o=f32,{finding.advice.partition(' ')[0]}")
 
 
 def test_a_sum_over_a_mapped_axis_is_a_sum():

@@ -45,7 +45,7 @@ def test_a_model_in_float32_has_one_finding(framework, platform, inside):
     assert finding.severity == "high" and f"in {inside}" in finding.message
     assert (finding.count, finding.scope) == (3, "")  # three products: first, plant, head
     assert finding.flops == 2 * 2 * 4 * (4 + 4 + 1)
-    rule = finding.rule.partition(" ")[0]
+    rule = finding.advice.partition(" ")[0]
     assert not of_model(framework, f"c=f32,{rule}", platform)
 
 
@@ -165,7 +165,7 @@ OPERATIONS, ARGUMENTS = "by=operations,c=bf16", "by=arguments,c=f16"
 def test_an_attention_is_found_once_with_the_bytes_of_its_scores(fn, policy, nbytes):
     (finding,) = unfused(fn, policy)
     assert finding.nbytes == 2 * 2 * 6 * 6 * nbytes
-    assert finding.severity == "low" and "cudnn" in finding.rule
+    assert finding.severity == "low" and "cudnn" in finding.advice
     if fn is written:
         assert finding.place.line == line_of(written)
 

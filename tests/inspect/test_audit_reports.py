@@ -14,8 +14,8 @@ from helpers.findings_of import shape
 from hypothesis import given, settings, strategies as st
 
 import jmpx
-from jmpx._inspect.audit.findings import KINDS, merged
-from jmpx._inspect.audit.step import Found
+from jmpx._inspect.audit.api import KINDS, merged
+from jmpx._inspect.audit.step import UntriedFinding
 
 # Why private names: no program has all units, kinds of findings, and orders of them.
 from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
@@ -41,8 +41,8 @@ LEAK = Finding(
     Place("examples/equinox/vit.py", 88, "__call__"),
     "vit/blocks_0/attention",
     "*/blocks_0/attention: bf16",
-    4,
-    3_210_000_000,
+    count=4,
+    flops=3_210_000_000,
 )
 SAVED = Finding(
     "saved-float32",
@@ -50,7 +50,7 @@ SAVED = Finding(
     "A float32 value is saved for the backward pass, where bfloat16 would take half of it.",
     Place("examples/equinox/vit.py", 91, "__call__"),
     "vit/mlp",
-    "call .astype(x.dtype) on it",
+    advice="call .astype(x.dtype) on it",
     nbytes=48 << 20,
 )
 EXP = Finding("low-exp", "low", "An exp in bfloat16 has 3 digits.", None, "", "op.exp: full")
@@ -136,8 +136,8 @@ def test_shares_come_first_then_findings_then_scopes():
     assert all(whole in text for whole in ("12.0 GFLOP", "388 MiB", "108 MiB"))
     assert text.startswith("Audit of loss_fn and its gradient\n")
     assert "  bfloat16  87.6 %   340 MiB\n" in text  # what is saved has no number of times
-    # A rule has a line of its own.
-    assert {LEAK.rule, SAVED.rule, EXP.rule} <= {line.strip() for line in text.splitlines()}
+    # A rule, or else the advice, has a line of its own.
+    assert {LEAK.rule, SAVED.advice, EXP.rule} <= {line.strip() for line in text.splitlines()}
 
 
 def test_what_a_report_says_of_its_program():
@@ -222,7 +222,7 @@ def test_a_long_rule_is_not_broken():
 def test_json_holds_everything_by_name():
     # Programs read these: other keys need another version.
     plain = REPORT.to_dict()
-    assert plain["version"] == 4
+    assert plain["version"] == 5
     assert " ".join(plain) == (
         "version title is_step platform products saved casts scopes findings has_while uncounted"
     )
@@ -231,7 +231,7 @@ def test_json_holds_everything_by_name():
         "products": "dtypes flops count",
         "casts": "source target count nbytes",
         "scopes": "path module policy operations dtypes flops",
-        "findings": "name severity message place scope rule count flops nbytes",
+        "findings": "name severity message place scope rule advice count flops nbytes",
     }
     for key in ("products", "casts", "scopes"):
         assert plain[key] == [row._asdict() for row in getattr(REPORT, key)]
@@ -261,8 +261,12 @@ def test_a_notebook_shows_the_text():
     evil = "<script>alert('&')</script>"
     report = dataclasses.replace(REPORT, title=evil, scopes=(Scope(evil, evil, "", 1, evil, 1),))
     shown = report._repr_html_()
-    assert shown.startswith("<pre>") and shown.endswith("</pre>") and evil not in shown
-    assert html.unescape(shown[5:-6]) == report.to_text()
+    assert shown == report.to_html() and evil not in shown
+    texts = map(html.unescape, re.findall("<pre>(.*?)</pre>", shown, re.DOTALL))
+    cells = [*map(html.unescape, re.findall("<t[hd]>(.*?)</t[hd]>", shown))]
+    *blocks, table = report.to_text().split("\n\n")
+    assert list(texts) == blocks and len(cells) == 2 * 6
+    assert all(cell in table for cell in cells)
 
 
 # `check`.
@@ -295,7 +299,7 @@ def test_any_finding_fails_that_is_not_allowed_or_milder():
     text = error(REPORT)
     for finding in (LEAK, SAVED, EXP):
         assert finding.name in text and finding.message in " ".join(text.split())
-        assert finding.rule in [line.strip() for line in text.splitlines()]
+        assert (finding.rule or finding.advice) in [line.strip() for line in text.splitlines()]
     assert "examples/equinox/vit.py:88 (__call__)" in text and "in vit/mlp" in text
     assert text.startswith("The audit of loss_fn failed.") and "FLOPs of" not in text
     text = error(REPORT, allow=("low-exp",))
@@ -364,7 +368,7 @@ FINDINGS = st.builds(
 @given(st.lists(FINDINGS))
 def test_findings_are_merged_by_name_place_and_scope_and_sorted_by_severity_and_size(findings):
     key = lambda each: (each.name, each.place, each.scope)  # noqa: E731
-    found = [Found(KINDS[each.name], each, [], ()) for each in findings]
+    found = [UntriedFinding(KINDS[each.name], each, [], ()) for each in findings]
     result = [each.finding for each in merged(found)]
     assert {key(each) for each in result} == {key(each) for each in findings}
     assert len(result) == len({key(each) for each in result})

@@ -78,6 +78,38 @@ def test_a_scan_is_tied_together_and_its_constants_are_known(rng):
     assert jnp.array_equal(jnp.asarray(used[0].constant), table)
 
 
+def test_walks_yield_each_node_once_the_nearest_first(rng):
+    def fn(x):
+        y = jnp.sin(x)
+        return jnp.cos(y) + jnp.tanh(jnp.exp(y))
+
+    graph = graph_of(fn, normal(rng, 3))
+
+    def walked(nodes):
+        return " ".join(node.name for node in nodes)
+
+    back = functools.partial(graph.back, graph.outputs)
+    assert walked(back(lambda node: node.operands)) == "add cos tanh sin exp"
+    assert walked(back(lambda node: node.operands, 3)) == "add"  # three are known behind it
+    stop = lambda node: () if node.name == "cos" else node.operands  # noqa: E731
+    assert walked(back(stop)) == "add cos tanh exp sin"
+    assert walked(back(lambda node: ())) == "add" and not walked(graph.back([], lambda node: ()))
+    ahead = graph.forward(graph.inputs, lambda node: node.results)
+    assert walked(ahead) == "sin cos exp add tanh"
+    assert walked(graph.forward(graph.inputs, lambda node: ())) == "sin"
+
+
+def test_a_walk_follows_a_loop_once_and_a_node_tells_what_holds_it(rng):
+    def fn(x):
+        return lax.scan(lambda c, _: (jax.jit(jnp.sin)(c), None), x, length=2)[0]
+
+    graph = graph_of(fn, normal(rng, 3))
+    names = [node.name for node in graph.back(graph.outputs, lambda node: node.operands)]
+    assert names == ["result", "sin", "carry"]
+    (sine,) = named(graph, "sin")
+    assert [node.name for node in sine.outwards][::2] == ["sin", "scan"]
+
+
 # Watched programs compute what they compute unwatched, and each equation is seen as it runs.
 
 

@@ -1,13 +1,36 @@
-"""The audit as users call it: `jmpx.inspect.audit(fn)(*args)`."""
+"""The audit as users call it: it runs the searches for findings, and tries rules against them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
-from jmpx._inspect.audit import summary
-from jmpx._inspect.audit.report import Audit
-from jmpx._inspect.audit.trying import tried
+from jmpx._inspect.audit import hardware, hazards, leaks, rounding, summary
+from jmpx._inspect.audit.report import (
+    SEVERITIES,
+    Audit,
+    Finding,
+    alike_groups,
+    common,
+    without_numbers,
+)
+from jmpx._inspect.audit.step import (
+    AuditedStep,
+    FindingKind,
+    Remedies,
+    UntriedFinding,
+    is_half_product,
+)
+from jmpx._inspect.audit.values import flops
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
+from jmpx._jaxprs.equations import Place
+from jmpx._policies.map_strings import parse_rule
+from jmpx._policies.maps import Rule
+
+# Each file has `KINDS` and `search`. The first to run explains operations to the others.
+_SEARCHES = (rounding, leaks, hazards, hardware)
+KINDS: dict[str, FindingKind] = {kind.name: kind for each in _SEARCHES for kind in each.KINDS}
+_MOST = 12  # rules that are tried in one audit; each is one more trace
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
@@ -68,9 +91,143 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
             saved=summary.saved(graph),
             casts=summary.casts(graph),
             scopes=summary.scopes(graph),
-            findings=tried(graph, hardware),
+            findings=_tried(graph, hardware),
             has_while=any(node.in_while for node in graph.nodes),
             uncounted=summary.uncounted(graph),
         )
 
     return run
+
+
+# Findings
+
+_Key: TypeAlias = tuple[str, Place | None, str]
+
+
+def _key(finding: Finding) -> _Key:
+    return finding.name, finding.place, finding.scope
+
+
+def _find(graph: Graph, platform: str | None) -> tuple[UntriedFinding, ...]:
+    """Returns all findings in a graph, the worst first."""
+    step = AuditedStep(graph, platform)
+    return merged(found for each in _SEARCHES for found in each.search(step))
+
+
+def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
+    """Merges findings of one name, place and scope, and sorts them by severity and size.
+
+    Each has the message and the remedies of the first finding of the worst severity.
+    """
+    groups: dict[_Key, list[UntriedFinding]] = {}
+    for found in findings:
+        groups.setdefault(_key(found.finding), []).append(found)
+    result: list[UntriedFinding] = []
+    for group in groups.values():
+        worst = min(group, key=lambda found: SEVERITIES.index(found.finding.severity))
+        finding = worst.finding.with_sizes_of(found.finding for found in group)
+        nodes = [node for found in group for node in found.nodes]
+        result.append(worst._replace(finding=finding, nodes=nodes))
+    return tuple(sorted(result, key=_rank))
+
+
+def _rank(found: UntriedFinding) -> tuple[object, ...]:
+    f = found.finding
+    sizes = -f.flops, -f.nbytes, -f.count
+    return (SEVERITIES.index(f.severity), *sizes, f.name, str(f.place))
+
+
+# Rules on trial
+
+
+class _Seen(NamedTuple):
+    """A program under a rule, as it is compared with the program without it."""
+
+    findings: dict[_Key, str]  # the severities of its findings
+    half: int  # the FLOPs of its products in 16 bits
+
+
+def _seen(graph: Graph, findings: Sequence[UntriedFinding]) -> _Seen:
+    severities = {_key(each.finding): each.finding.severity for each in findings}
+    return _Seen(severities, sum(flops(node) for node in graph.nodes if is_half_product(node)))
+
+
+def _tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
+    """Returns the findings in a graph, each with a rule that was seen to mend it, or with advice.
+
+    A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
+    neither the finding nor a new one that is worse, and no fewer FLOPs of products in 16 bits, but
+    for those of the finding itself. Layers that are alike share a rule.
+    """
+    found = _find(graph, platform)
+    findings = tuple(each.finding for each in found)
+    if not graph.program.takers:
+        return findings
+    trials, tried = _Trials(graph, platform, found), dict[_Key, Finding]()
+    for group in alike_groups(findings):
+        rule, advice = trials.remedy(group)
+        for each in group:
+            tried[_key(each)] = each._replace(rule=rule, advice=advice.format(each.advice))
+    return tuple(tried[_key(each)] for each in findings)
+
+
+class _Trials:
+    """The program, traced again under each rule once."""
+
+    def __init__(self, graph: Graph, platform: str | None, found: Sequence[UntriedFinding]) -> None:
+        self._graph, self._platform = graph, platform
+        self._found = {_key(each.finding): each for each in found}
+        self._remedies, self._before = Remedies(graph), _seen(graph, found)
+        self._after: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced so
+
+    def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
+        """Returns the first rule that mends a group, or "", and a sentence with `{}` for advice."""
+        is_leak = self._found[_key(group[0])].kind in leaks.KINDS
+        own = 0 if is_leak else sum(finding.flops for finding in group)
+        rank, second = SEVERITIES.index(group[0].severity), ""
+        candidates = self._common_rules(group)
+        for text, rule in candidates.items():
+            if not own and self._remedies.lowers_share(rule):
+                continue
+            if rule not in self._after and len(self._after) == _MOST:
+                rest = "" if second else f"; rules for it were not tried, after {_MOST} others"
+                return second, "{}" + rest
+            new = self._worst_new(rule, group, own)
+            if new is not None and new > rank:
+                return text, "{}"
+            # A new finding that is as bad has a rule of its own: a norm in float32, then a layer.
+            second = second or (text if new == rank else "")
+        is_lost = candidates and not second
+        return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"
+
+    def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
+        """Returns the rules for a group of layers out of those for each of them."""
+        columns = zip(*map(self._rules, group), strict=False)
+        alike = [column for column in columns if len(set(map(without_numbers, column))) == 1]
+        return {text: parse_rule(text) for text in map(common, alike)}
+
+    def _rules(self, finding: Finding) -> list[str]:
+        """Returns the rules that may mend a finding, without those of an outermost module."""
+        found = self._found[_key(finding)]
+        texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
+        return [t for t in texts if not self._remedies.is_of_all(parse_rule(t))]
+
+    def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:
+        """Returns how bad new findings are under a rule, 0 the worst; None if it mends nothing."""
+        if rule not in self._after:
+            self._after[rule] = self._traced(rule)
+        old, after = self._before, self._after[rule]
+        if after is None or after.half < old.half - own:
+            return None
+        if any(_key(finding) in after.findings for finding in group):
+            return None
+        new = [after.findings[key] for key in after.findings if key not in old.findings]
+        return min(map(SEVERITIES.index, new), default=len(SEVERITIES))
+
+    def _traced(self, rule: Rule) -> _Seen | None:
+        try:
+            program = self._graph.program.with_rules(rule)
+        except Exception:  # such as the carry of a user's loop, which would change its dtype
+            return None
+        graph = Graph(program, self._platform)
+        return _seen(graph, _find(graph, self._platform))

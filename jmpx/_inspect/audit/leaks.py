@@ -1,18 +1,18 @@
 """Findings: float32 where a step means to compute in 16 bits."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from jmpx._inspect.audit.data import SEVERITIES
-from jmpx._inspect.audit.flops import flops, is_product
-from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.step import Found, Key, Kind, Step
-from jmpx._inspect.audit.streams import Stream
+from jmpx._inspect.audit.report import SEVERITIES
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
 from jmpx._inspect.audit.values import (
     LOW,
     MOVES_AND_CASTS,
     WIDE,
     before,
+    flops,
     half_dtype,
+    is_product,
     number,
     reaches_end,
 )
@@ -20,33 +20,30 @@ from jmpx._inspect.graph import Node, Value
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import Place
 
-_FLOAT32 = Kind("float32-product", Remedies.narrower)
-_MIXED = Kind("mixed-product", Remedies.narrower)
-_PROMOTION = Kind("promotion", Remedies.narrower)
-_SAVED = Kind("saved-float32", Remedies.narrower)
+_FLOAT32 = FindingKind("float32-product", Remedies.narrower)
+_MIXED = FindingKind("mixed-product", Remedies.narrower)
+_PROMOTION = FindingKind("promotion", Remedies.narrower)
+_SAVED = FindingKind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
-def search(step: Step) -> Iterator[Found]:
-    """Yields the findings about float32 that leaks into a step of 16 bits."""
-    if step.streams.is_half:
-        leaks = _Leaks(step)
-        found = [*leaks.of_streams(), *leaks.of_backward()]
-        products = sum(map(flops, filter(is_product, step.graph.nodes)))
-        yield from _weighed(found, products, step.streams.saved)
+def search(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields the findings about float32 that leaks into a step of 16 bits.
 
-
-def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
-    """Yields findings with the severity that their shares of FLOPs and saved bytes leave them.
-
-    Those of one line are one share: a line may run in many layers.
+    A leak is less severe if its share of the FLOPs and of the saved bytes is small. The shares of
+    one line are added up, because a line may run in many layers.
     """
-    shares: dict[tuple[str, Place | None], float] = {}
+    if not step.streams.is_half:
+        return
+    leaks = _Leaks(step)
+    found = [*leaks.of_streams(), *leaks.of_backward()]
+    products = max(sum(map(flops, step.graph.nodes)), 1)
+    shares = defaultdict[tuple[str, Place | None], float](float)
     for _, each, *_ in found:
-        share = max(each.flops / max(products, 1), each.nbytes / max(saved, 1))
-        shares[each.name, each.place] = shares.get((each.name, each.place), 0.0) + share
+        share = max(each.flops / products, each.nbytes / max(step.streams.saved, 1))
+        shares[each.name, each.place] += share
     for one in found:
         each = one.finding
         steps = sum(shares[each.name, each.place] < limit for limit in _SMALL)
@@ -57,59 +54,59 @@ def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
 class _Leaks:
     """The leaks of a step that computes in 16 bits."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: AuditedStep) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
         self._half = half_dtype(step.graph)
         # The wide products of the backward pass, by where their forward products are.
         self._backward: dict[Key, list[Node]] = {}
         for node in self._graph.nodes:
-            if node.is_backward and is_product(node):
-                if any(value.dtype in WIDE for value in node.operands[:2]):
-                    self._backward.setdefault(step.key(node), []).append(node)
-        # A float32 sum is right where a loss reads it, and makes this of the backward pass.
+            is_wide = any(value.dtype in WIDE for value in node.operands[:2])
+            if node.is_backward and is_product(node) and is_wide:
+                self._backward.setdefault(step.key(node), []).append(node)
         for node in filter(is_product, self._streams.forward):
-            is_told = id(node) in step.explained or self._streams.is_asked(node)
-            if is_told or _is_read_by_loss(node):
+            is_low = all(value.dtype in LOW for value in node.operands[:2])
+            is_sum = is_low and node.results[0].dtype in WIDE
+            is_told = node in step.explained or self._streams.is_asked(node)
+            # A loss should read float32 sums of 16-bit products, though they widen the backward.
+            if is_told or (is_sum and reaches_end(node, avoided=LOW)):
                 self._backward.pop(step.key(node), None)
 
-    def of_streams(self) -> Iterator[Found]:
+    def of_streams(self) -> Iterator[UntriedFinding]:
         """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
-        causes: dict[int, list[Stream]] = {}
+        causes: dict[object, list[Stream]] = {}
         for stream in self._streams.found:
             if stream.kind == "product":
-                # One change mends all products of what one operation made.
+                # One change mends all products that read the result of one operation.
                 cause = self._streams.origin(stream.cause) or stream
-                causes.setdefault(id(cause), []).append(stream)
+                causes.setdefault(cause, []).append(stream)
             elif stream.products or stream.widened:
                 yield self._promotion(stream)
             elif stream.nbytes and not stream.is_island:
                 saved.setdefault(self._graph.place(stream.node), []).append(stream)
         yield from map(self._product, causes.values())
-        for streams in saved.values():  # a line may run in many layers
+        for streams in saved.values():
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
             if share > _LARGE:
                 yield from (self._saved(each, share) for each in streams)
 
-    def of_backward(self) -> Iterator[Found]:
-        """Yields findings about wide products of the backward pass whose forward ones are not."""
+    def of_backward(self) -> Iterator[UntriedFinding]:
+        """Yields findings about backward products that are wide though the forward ones are not."""
         for nodes in self._backward.values():
             is_mixed = any(value.dtype in LOW for node in nodes for value in node.operands[:2])
-            yield self._step.found(
-                _MIXED if is_mixed else _FLOAT32,
-                "medium",
-                nodes[0],
+            kind = _MIXED if is_mixed else _FLOAT32
+            text = (
                 "The backward pass of a product runs in float32, because its result is float32 "
-                f"while its operands are {self._half}.",
-                "leave out preferred_element_type, and cast the result with .astype instead",
-                count=sum(node.times for node in nodes),
-                flops=sum(map(flops, nodes)),
+                f"while its operands are {self._half}."
             )
+            advice = "leave out preferred_element_type, and cast the result with .astype instead"
+            sizes = {"count": sum(node.times for node in nodes), "flops": sum(map(flops, nodes))}
+            yield self._step.found(kind, "medium", nodes[0], text, advice, **sizes)
 
     def _found(
-        self, kind: Kind, severity: str, node: Node, message: str, remedy: Sequence[str],
+        self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
         streams: Sequence[Stream],
-    ) -> Found:  # fmt: skip
+    ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about streams, with the backward products that mirror theirs."""
         products = [product for stream in streams for product in stream.products]
         for key in dict.fromkeys(map(self._step.key, products)):
@@ -121,7 +118,7 @@ class _Leaks:
         }
         return self._step.found(kind, severity, node, message, *remedy, **sizes)
 
-    def _product(self, streams: list[Stream]) -> Found:
+    def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change mends."""
         node, wide = streams[0].node, streams[0].cause
         what = "convolution" if node.name.startswith("conv") else "product"
@@ -134,7 +131,7 @@ class _Leaks:
         kind = _FLOAT32 if wide is None else _MIXED
         return self._found(kind, "high", node, message, self._remedy(node, wide), streams)
 
-    def _promotion(self, stream: Stream) -> Found:
+    def _promotion(self, stream: Stream) -> UntriedFinding:
         node, cause, behind = stream.node, stream.cause, self._behind([stream], 0)
         if cause is not None:
             named = self._named(cause, node)
@@ -150,7 +147,7 @@ class _Leaks:
         severity = "high" if stream.products else "medium"
         return self._found(_PROMOTION, severity, node, message, remedy, [stream])
 
-    def _saved(self, stream: Stream, share: float) -> Found:
+    def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
             f"{stream.node.results[0].dtype.name} values outside of norms, softmaxes and losses "
             f"are {share:.0%} of what is saved for the backward pass."
@@ -163,7 +160,7 @@ class _Leaks:
         return self._found(_SAVED, "medium", stream.node, message, remedy, [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
-        """Returns what else a leak makes float32, as a part of a sentence."""
+        """Returns a part of a sentence: the products and arrays that a leak makes float32."""
         products = sum(node.times for stream in streams for node in stream.products)
         products -= own * sum(stream.node.times for stream in streams)
         arrays = sum(node.times for stream in streams for node in stream.widened)
@@ -172,7 +169,7 @@ class _Leaks:
         return f", with {parts} behind it" if parts else ""
 
     def _named(self, value: Value, node: Node) -> str:
-        """Returns what a wide value is that a node reads, for a sentence."""
+        """Returns a name for a wide value that a node reads."""
         dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
         if source.kind == "input":
             return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
@@ -184,7 +181,7 @@ class _Leaks:
         return f"a {dtype} array{made}"
 
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
-        """Returns what to write against a leak, and behind it a rule that may do the same."""
+        """Returns advice against a leak, and behind it a rule that may do the same."""
         source = None if cause is None else before(cause, MOVES_AND_CASTS)
         if source is not None and number(source) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
@@ -201,15 +198,8 @@ class _Leaks:
         return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
 
     def _rules(self, node: Node) -> Iterator[str]:
-        """Yields the rule that has the module of a node compute in 16 bits, whatever its fields."""
+        """Yields the rule by which a node's module computes in 16 bits, overriding its `dtype`."""
         selector = self._graph.selector(node)
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"
-
-
-def _is_read_by_loss(product: Node) -> bool:
-    """Whether a product of 16 bits is summed in float32 for a loss, or another end."""
-    is_wide = product.results[0].dtype in WIDE
-    is_low = all(value.dtype in LOW for value in product.operands[:2])
-    return is_wide and is_low and reaches_end(product, avoided=LOW)

@@ -1,20 +1,103 @@
-"""The report of an audit: frozen data, which prints and checks itself."""
+"""The report of an audit: its data, its text, and its check for tests."""
 
-import html
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from typing import Self
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
-from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import SEVERITIES, AuditData
-from jmpx._inspect.audit.text import finding_text, report_text, severities, summary_line
-from jmpx._inspect.reports import Report
-from jmpx._inspect.text import share_text
+from jmpx._inspect.reports import Report, Table, as_text
+from jmpx._inspect.text import bytes_text, columns, flop_text, share_text, short_names
+from jmpx._jaxprs.equations import Place
+
+SEVERITIES = ("high", "medium", "low")  # the worst one first
+_WIDTH, _INDENT = 100, 8  # of the text of a finding, whose first line is not indented
+_SHARES, _FINDINGS, _SCOPES = 6, 8, 16  # how many of each the text shows, unless all are asked for
+_MORE = "more {}: print(report.to_text(all=True))"
 
 
-class Audit(AuditData, Report):
+# Data
+
+
+class Finding(NamedTuple):
+    """Something that costs precision, range, time or memory, and that the program need not do.
+
+    Attributes:
+        name: which kind of finding it is, such as `"low-exp"`.
+        severity: `"high"`, `"medium"` or `"low"`.
+        message: one sentence: what happens, and why it matters.
+        place: the line of the user's code; None where there is none.
+        scope: the module's path, else the named scopes; empty outside of all.
+        rule: a rule to paste into the policy, such as `"*/head: f32"`, which was seen to mend the
+            finding; empty if none was.
+        advice: what to write in the code; empty if nothing is known.
+        count: how many operations do so, at this place in this scope.
+        flops: their floating-point operations; 0 where these say nothing.
+        nbytes: the bytes of their values; 0 where these say nothing.
+    """
+
+    name: str
+    severity: str
+    message: str
+    place: Place | None = None
+    scope: str = ""
+    rule: str = ""
+    advice: str = ""
+    count: int = 1
+    flops: int = 0
+    nbytes: int = 0
+
+    def with_sizes_of(self, group: Iterable["Finding"]) -> "Finding":
+        """Returns the finding with the sums of the counts, FLOPs and bytes of a group."""
+        count, flops, nbytes = map(sum, zip(*(each[-3:] for each in group), strict=True))
+        return self._replace(count=count, flops=flops, nbytes=nbytes)
+
+
+class Products(NamedTuple):
+    """The matrix products and convolutions of operand dtypes such as `"bfloat16 x bfloat16"`.
+
+    One in a loop counts once per trip.
+    """
+
+    dtypes: str
+    flops: int
+    count: int
+
+
+class Cast(NamedTuple):
+    """The casts from one dtype to another, and the bytes that they write."""
+
+    source: str
+    target: str
+    count: int
+    nbytes: int
+
+
+class Scope(NamedTuple):
+    """The operations of one module or one named scope.
+
+    Attributes:
+        path: its path; empty for operations outside of all.
+        module: the name of the module's class; empty for a named scope.
+        policy: the policy that held; empty where none did.
+        operations: how many operations it has.
+        dtypes: the dtypes that it computes in.
+        flops: the floating-point operations of its products and convolutions.
+    """
+
+    path: str
+    module: str
+    policy: str
+    operations: int
+    dtypes: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit(Report):
     """What `jmpx.inspect.audit` found in a program.
 
     `print(report)` and notebooks show it, and `report.check` makes it a test.
@@ -46,17 +129,28 @@ class Audit(AuditData, Report):
         [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
     """
 
+    title: str
+    is_step: bool
+    platform: str | None
+    products: tuple[Products, ...]
+    saved: dict[str, int]
+    casts: tuple[Cast, ...]
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    has_while: bool
+    uncounted: tuple[str, ...] = ()
+
     __module__ = "jmpx.inspect"
-    _version = 4
+    _version = 5
 
     def __repr__(self) -> str:
-        return f"<{summary_line(self)}>"
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.to_text())}</pre>"
+        parts = ["no products"]
+        if self.products:
+            whole, most = sum(each.flops for each in self.products), self.products[0]
+            share = f"{share_text(most.flops, whole)} {most.dtypes}"
+            parts = [f"{flop_text(whole)} of products", share]
+        parts.append(_severities(_alike_findings(self.findings)) or "no findings")
+        return f"<Audit of {self.title}: {', '.join(parts)}>"
 
     def to_text(self, *, all: bool = False) -> str:
         """Returns the report as text: shares, the worst findings, the largest scopes.
@@ -64,7 +158,33 @@ class Audit(AuditData, Report):
         Args:
             all: whether to show every finding and every row of the tables.
         """
-        return report_text(self, all)
+        return as_text(self._blocks(all))
+
+    def _blocks(self, is_full: bool = False) -> Iterator[str | Table]:
+        gradient = "" if self.is_step else " and its gradient"
+        yield f"Audit of {self.title}{gradient}{f' on {self.platform}' if self.platform else ''}"
+        products = [(each.dtypes, each.flops, each.count) for each in self.products]
+        saved = [(dtype, nbytes, 0) for dtype, nbytes in self.saved.items()]
+        casts = [(f"{c.source} -> {c.target}", c.nbytes, c.count) for c in self.casts]
+        lines = [
+            *_shares("Matrix products and convolutions", products, flop_text, is_full),
+            *_shares("Saved for the backward pass", saved, bytes_text, is_full),
+            *_shares("Written by casts", casts, bytes_text, is_full),
+        ]
+        yield "\n".join(lines)
+        loops = (
+            "In a while loop, operations are counted for one trip: how many it makes is unknown."
+        )
+        hidden = f"Not counted: {', '.join(self.uncounted)}, whose products are unknown."
+        notes = [loops] * self.has_while + [hidden] * bool(self.uncounted)
+        yield "\n".join(map(_wrapped, notes))
+        findings = self.findings if is_full else _alike_findings(self.findings)
+        shown = findings if is_full else findings[:_FINDINGS]
+        yield f"Findings: {_severities(findings)}" if findings else "No findings."
+        yield from map(_finding_text, shown)
+        yield from _left_out(len(findings) - len(shown), "findings")
+        if self.scopes:
+            yield _scope_table(self.scopes, is_full)
 
     def check(
         self,
@@ -103,9 +223,9 @@ class Audit(AuditData, Report):
         problems = list(_too_few(self, compute, at_least))
         left = [f for f in self.findings if f.name not in names and f.severity in failing]
         if left:
-            findings = alike_findings(left)
-            problems.append(f"Findings: {severities(findings)}.")
-            problems += map(finding_text, findings)
+            findings = _alike_findings(left)
+            problems.append(f"Findings: {_severities(findings)}.")
+            problems += map(_finding_text, findings)
             rest = tuple(dict.fromkeys(finding.name for finding in findings))
             problems.append(f"Mend what is not intended, and allow the rest by name: allow={rest}.")
         if problems:
@@ -113,8 +233,8 @@ class Audit(AuditData, Report):
         return self
 
 
-def _too_few(report: AuditData, compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
-    """Yields what is wrong with the share of products in a dtype, if anything is."""
+def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
+    """Yields a sentence if the share of products in a dtype is too small."""
     if at_least is not None and (compute is None or not 0 <= at_least <= 1):
         raise ValueError(
             f"Expected at_least= to be a share from 0 to 1, and compute= the dtype that it is a "
@@ -129,9 +249,127 @@ def _too_few(report: AuditData, compute: DTypeLike | None, at_least: float | Non
     if not whole and at_least:
         yield f"It has no matrix products or convolutions, so none in {name}."
     elif part < at_least * whole:
-        percent = math.floor(10_000 * part / whole) / 100  # never rounded up to what was expected
+        percent = math.floor(10_000 * part / whole) / 100  # rounded down, below the expected share
         shares = [f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in report.products]
         yield (
             f"{percent:g} % of the FLOPs of matrix products and convolutions are {name}, expected "
             f"at least {100 * at_least:g} %:\n" + "\n".join(shares)
         )
+
+
+# Text
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    width = _WIDTH - len(indent)
+    lines = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent(lines, indent)
+
+
+def _left_out(number: int, what: str) -> list[str]:
+    return [f"... and {number:,} {_MORE.format(what)}"] if number > 0 else []
+
+
+def _shares(
+    what: str, parts: list[tuple[str, int, int]], text: Callable[[int], str], is_full: bool
+) -> Iterator[str]:
+    """Yields a heading, and a line for each label with its amount and count."""
+    whole = sum(part for _, part, _ in parts)
+    yield f"{what}: {text(whole) if parts else 'nothing'}"
+    rows = [
+        (label, share_text(part, whole), text(part), f"{count:,} x" if count else "")
+        for label, part, count in parts
+    ]
+    shown = rows if is_full else rows[:_SHARES]
+    lines = [*columns(shown, right=(1, 2, 3)), *_left_out(len(rows) - len(shown), "rows")]
+    yield from (f"  {line}" for line in lines)
+
+
+def _severities(findings: Sequence[Finding]) -> str:
+    """Returns how many findings have which severity, such as `2 high, 1 low`."""
+    counts = [(sum(f.severity == severity for f in findings), severity) for severity in SEVERITIES]
+    return ", ".join(f"{count:,} {severity}" for count, severity in counts if count)
+
+
+def _finding_text(finding: Finding) -> str:
+    """Returns a finding as text, with its rule, or else its advice, on a line of its own."""
+    facts = [
+        finding.name,
+        str(finding.place or ""),
+        f"in {finding.scope}" if finding.scope else "",
+        f"{finding.count:,} x" if finding.count > 1 else "",
+        flop_text(finding.flops) if finding.flops else "",
+        bytes_text(finding.nbytes) if finding.nbytes else "",
+    ]
+    head, indent = f"{finding.severity:{_INDENT}}{', '.join(filter(None, facts))}", " " * _INDENT
+    remedy = finding.rule or finding.advice  # in one line, to be copied
+    lines = [head, _wrapped(finding.message, indent), indent + remedy]
+    return "\n".join(lines if remedy else lines[:-1])
+
+
+def _scope_table(scopes: Iterable[Scope], is_full: bool) -> Table:
+    """Returns a table of scopes, or of layers that are alike, those with the most FLOPs first."""
+    groups: dict[object, list[Scope]] = {}
+    for scope in scopes:
+        like = scope._replace(path=scope.path if is_full else without_numbers(scope.path))
+        groups.setdefault(like, []).append(scope)
+    rows = [("scope", "", "policy", "dtypes", "operations", "products")]
+    size = lambda group: (-len(group) * group[0].flops, -len(group) * group[0].operations)  # noqa: E731
+    for group in sorted(groups.values(), key=size):
+        first, count = group[0], len(group)
+        path = common([scope.path for scope in group]) or "(outside of all)"
+        cells = (
+            f"{path} ({first.module})" if first.module not in ("", path) else path,
+            f"{count:,} x" if count > 1 else "",
+            short_names(first.policy),
+            short_names(first.dtypes),
+            f"{count * first.operations:,}",
+            flop_text(count * first.flops) if first.flops else "",
+        )
+        rows.append(cells)
+    left_out = f"... and {{:,}} {_MORE.format('rows')}"
+    return Table(rows, (1, 4, 5), None if is_full else _SCOPES, left_out)
+
+
+# Layers that are alike: their paths differ in numbers alone, and the text shows one for all
+
+_NUMBER = re.compile(r"\d+")
+_DECIMAL = re.compile(r"\d+(?:\.\d+)?")  # of a sentence
+
+
+def without_numbers(text: str) -> str:
+    """Returns a path with `*` for each number: equal for the paths of layers that are alike."""
+    return _NUMBER.sub("*", text)
+
+
+def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: str = "*") -> str:
+    """Joins texts that are equal but for numbers, with `differing` for those that differ."""
+    columns = zip(*(number.findall(text) for text in texts), strict=True)
+    ranges = [sorted(set(column), key=float) for column in columns]
+    parts = iter([r[0] if len(r) == 1 else differing.format(r[0], r[-1]) for r in ranges])
+    return number.sub(lambda _: next(parts), texts[0])
+
+
+def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Returns the findings of each line in layers that are alike."""
+    groups: dict[object, list[Finding]] = {}
+    for each in findings:
+        remedy, message = without_numbers(each.rule or each.advice), _DECIMAL.sub("*", each.message)
+        key = each.name, each.severity, each.place, without_numbers(each.scope), remedy, message
+        groups.setdefault(key, []).append(each)
+    return list(groups.values())
+
+
+def _alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Joins the findings of layers that are alike: the rule of one selects all of these layers."""
+    return tuple(
+        group[0]
+        ._replace(
+            message=common([each.message for each in group], _DECIMAL, "{} to {}"),
+            scope=common([each.scope for each in group]),
+            rule=common([each.rule for each in group]),
+            advice="" if group[0].rule else common([each.advice for each in group]),
+        )
+        .with_sizes_of(group)
+        for group in alike_groups(findings)
+    )

@@ -1,11 +1,15 @@
-"""Findings: numbers that float16 cannot hold, and casts that lose digits."""
+"""Findings: logits rounded before a loss, constants beyond float16, and casts that lose digits.
 
-from collections.abc import Iterator
+The gradient of a loss with a softmax is a difference of probabilities. Where these are close, as in
+a model that is nearly right, or near its teacher, it is mostly the rounding of the logits.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     AUTOCAST,
     CAST,
@@ -15,46 +19,138 @@ from jmpx._inspect.audit.values import (
     WIDE,
     before,
     call,
+    flops,
+    is_at_most_zero,
+    is_product,
+    is_view,
+    multiplied,
     number as number_of,
+    reaches_end,
     source as unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.where import modules_of, where
 
-_CONSTANT = Kind("constant-range", Remedies.wider)
-_TO_AND_FRO = Kind("cast-to-and-fro", Remedies.wider_makers)
-_TWICE = Kind("double-rounding", Remedies.wider_makers)
-KINDS = (_CONSTANT, _TO_AND_FRO, _TWICE)
+_LOGITS = FindingKind("rounded-logits", Remedies.wider)
+_CONSTANT = FindingKind("constant-range", Remedies.wider)
+_TO_AND_FRO = FindingKind("cast-to-and-fro", Remedies.wider_makers)
+_TWICE = FindingKind("double-rounding", Remedies.wider_makers)
+KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE)
+
+# Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
+_BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
+# Between an exponential and the logarithm of a loss: `log(sum(exp))` or `log(softmax + 1e-6)`.
+_OF_SOFTMAX = frozenset("reduce_sum div add max clamp mul select_n abs".split())
+_TIES = frozenset({"slice", "stack", "result", "join", "shard", "unshard"})
+_FARTHEST = 64  # nodes behind a logarithm that are looked at
+_NEAREST = 4  # products that may add up to the logits; a residual stream has more
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
-_MANY = 2**20  # of more numbers, a constant is not looked at
-# These hand a constant on among other operands.
+_MANY = 2**20  # a constant with more numbers is not looked at
+# Primitives whose results may hold a constant among other numbers.
 _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "neg"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def search(step: Step) -> Iterator[Found]:
-    """Yields the findings about constants and casts."""
+def search(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields `rounded-logits`, `constant-range`, `cast-to-and-fro` and `double-rounding`."""
+    if step.graph.program.has_backward:
+        yield from _logits(step)
     for node in step.streams.forward:
         if node.results and node.results[0].dtype == _FLOAT16:
             yield from _constant(step, node)
-        if node.name == CAST and id(node) not in step.explained:
+        if node.name == CAST and node not in step.explained:
             yield from _casts(step, node)
 
 
-def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice: str) -> Found:
-    nbytes = node.results[0].nbytes * node.times
-    return step.found(kind, severity, node, text, advice, nbytes=nbytes)
+# Logits
 
 
-# Constants.
+def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields a finding for each product whose rounded results are the logits of a loss.
+
+    It explains the operations between these products and the logarithms of the losses.
+    """
+    rounded: dict[Node, np.dtype] = {}
+    for node in step.graph.nodes:
+        if node.name == "log" and not node.is_backward and reaches_end(node):
+            through = lambda each: _through(each, _OF_SOFTMAX)  # noqa: E731
+            behind = Graph.back(node.operands[:1], through, _FARTHEST)
+            exponentials = (each for each in behind if each.name == "exp")
+            for exponential in (e for e in exponentials if is_at_most_zero(e.operands[0])):
+                products, between = _rounded(exponential.operands[0])
+                rounded.update(products)
+                if products:
+                    step.explained.update((node, exponential, *between))
+    step.explained.update(rounded)
+    sizes = Counter[Key]()  # a product and its backward ones have the same key
+    for node in filter(is_product, step.graph.nodes if rounded else ()):
+        sizes[step.key(node)] += flops(node)
+    for product, dtype in rounded.items():
+        text = (
+            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
+            "difference of probabilities, which may be smaller than what the rounding changes."
+        )
+        remedy, size = _remedy_for_logits(step, product, dtype), sizes.pop(step.key(product), 0)
+        yield step.found(_LOGITS, "high", product, text, *remedy, flops=size)
 
 
-def _constant(step: Step, node: Node) -> Iterator[Found]:
+def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
+    """Returns the operands of a node to go on with, if it is a move or has one of these names."""
+    if node.is_structure:
+        return node.operands if node.name in _TIES else ()
+    if node.name in MOVES or is_view(node):
+        return node.operands[:1]
+    return node.operands[node.name == "select_n" :] if node.name in names else ()
+
+
+def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
+    """Returns the products behind a value with the dtypes that round them, and the other nodes."""
+    found, between = list[tuple[Node, np.dtype]](), list[Node]()
+    pending: list[tuple[Value, np.dtype | None]] = [(value, None)]
+    seen: set[Value] = set()
+    while pending and len(found) < _NEAREST:
+        each, low = pending.pop(0)
+        low = each.dtype if each.dtype in LOW else low
+        node = each.node
+        if node is None or each in seen:
+            continue
+        seen.add(each)
+        if not is_product(node):
+            between.append(node)
+            pending += [(operand, low) for operand in _through(node, _BETWEEN)]
+        elif low is not None:
+            found.append((node, low))
+    return found, between
+
+
+def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Iterator[str]:
+    """Yields how to write code that keeps logits in float32, then the rule that does the same."""
+    is_matrix_product = product.name == "dot_general" and dtype.name in multiplied(product)
+    policy = "product=float32" if is_matrix_product else "compute=float32,output=float32"
+    selector, module = step.graph.selector(product), where(product.scope).module
+    is_autocast = AUTOCAST in step.graph.program.takers
+    # A rule for a module that holds others would be for these, too.
+    scopes = {node.scope for node in step.graph.nodes} if module is not None else ()
+    has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
+    is_selected = selector is not None and (is_autocast if module is None else not has_parts)
+    if is_autocast and not is_selected:
+        yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
+    else:
+        yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"
+    if is_selected:
+        yield f"{selector}: {policy}"
+
+
+# Constants
+
+
+def _constant(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about a number that is infinite or 0 in float16."""
     is_cast = node.name == CAST and node.operands[0].dtype in WIDE
     number = _beyond(node.operands[0]) if is_cast else _lost_literal(node)
-    # What asks whether a number is finite replaces it, as autocast does.
+    # Code that asks whether a number is finite replaces it, as autocast does.
     if number is None or any(each.name == "is_finite" for each in node.results[0].readers):
         return
     what = f"The constant {number:g} is" if is_cast else "A number became"
@@ -62,7 +158,8 @@ def _constant(step: Step, node: Node) -> Iterator[Found]:
     became, limit = ("inf", "largest is 65504") if is_large else ("0", "smallest is 6e-8")
     text = f"{what} {'-' * (number < -1)}{became} in float16, whose {limit}."
     advice = "use a number that float16 holds: jnp.finfo(x.dtype).min in a mask, an epsilon of 1e-4"
-    yield _found(step, _CONSTANT, "high", node, text, advice)
+    nbytes = node.times * node.results[0].nbytes
+    yield step.found(_CONSTANT, "high", node, text, advice, nbytes=nbytes)
 
 
 def _beyond(value: Value, depth: int = 8) -> float | None:
@@ -104,9 +201,9 @@ def _beyond_numbers(constant: object) -> float | None:
 
 
 def _lost_literal(node: Node) -> float | None:
-    """Returns what a Python number became in a float16 array: infinity, or 0 for an epsilon.
+    """Returns infinity or 0 if a Python number became that in a float16 array: 0 for an epsilon.
 
-    JAX writes such a number into the program in float16. A first 0 is of a `sum`.
+    JAX writes such a number into the program in float16. A 0 in front is the start of a `sum`.
     """
     for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
         number = number_of(value) if value.kind == "literal" else None
@@ -118,7 +215,7 @@ def _lost_literal(node: Node) -> float | None:
 
 
 def _is_kept_from_zero(value: Value) -> bool:
-    """Whether a value is read as a divisor is, which an epsilon keeps away from 0."""
+    """Whether a value is a divisor, or the argument of a logarithm or a root: an epsilon helps."""
     return any(
         reader.name in ("log", "rsqrt", "sqrt")
         or (reader.name == "div" and value is reader.operands[1])
@@ -127,12 +224,13 @@ def _is_kept_from_zero(value: Value) -> bool:
     )
 
 
-# Casts.
+# Casts
 
 
-def _casts(step: Step, node: Node) -> Iterator[Found]:
-    """Yields a finding about a cast of what another cast made."""
-    (source,), (result,) = node.operands, node.results
+def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
+    """Yields a finding about a cast of a value that another cast made."""
+    (source,), (result,), graph = node.operands, node.results, step.graph
+    nbytes = node.times * result.nbytes
     maker = before(source, MOVES).node
     earlier = maker if maker is not None and maker.name == CAST else None
     first = source if earlier is None else earlier.operands[0]
@@ -140,22 +238,19 @@ def _casts(step: Step, node: Node) -> Iterator[Found]:
     if result.dtype in LOW and stored.dtype in LOW and stored.dtype != result.dtype:
         origin = before(stored, MOVES)
         is_argument = origin.kind == "input"
-        name = f"argument `{step.graph.program.names[origin.index]}`" if is_argument else "value"
+        name = f"argument `{graph.program.names[origin.index]}`" if is_argument else "value"
         text = f"A {stored.dtype.name} {name} is cast to {result.dtype.name}: it is rounded twice."
         advice = "cast once, from float32, or use one 16-bit dtype"
-        yield _found(step, _TWICE, "medium", node, text, advice)
-    elif (
-        earlier is not None
-        and first.dtype in WIDE
-        and source.dtype in LOW
-        and result.dtype in WIDE
-        and not step.streams.is_of_leak(result)
-        and not _is_meant(step.graph, node, earlier)
-    ):
+        yield step.found(_TWICE, "medium", node, text, advice, nbytes=nbytes)
+        return
+    is_back = first.dtype in WIDE and source.dtype in LOW and result.dtype in WIDE
+    if earlier is None or not is_back or step.streams.is_of_leak(result):
+        return
+    if not _is_meant(graph, node, earlier):
         names = " to ".join(value.dtype.name for value in (first, source, result))
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
         advice = f"read the {first.dtype.name} value, or leave out the cast back"
-        yield _found(step, _TO_AND_FRO, "medium", node, text, advice)
+        yield step.found(_TO_AND_FRO, "medium", node, text, advice, nbytes=nbytes)
 
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
@@ -165,14 +260,16 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
         summed = summed.node.operands[0]
     sums = ("reduce_", "cum")
     maker, readers = before(summed, MOVES).node, node.results[0].readers
+    # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result.
     if maker is not None and maker.name.startswith(sums):
-        return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+        return True
     if all(reader.name.startswith(sums) for reader in readers):
         return True
-    if readers and all(_is_rounded_lookup(reader) for reader in readers):
-        return True  # a gather whose gradients jmpx sums in float32
+    if all(map(_is_rounded_lookup, readers)):  # gathers whose gradients jmpx sums in float32
+        return True
+    # Otherwise operations of 16 bits read it, too.
     if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
-        return True  # operations of 16 bits are around it
+        return True
     return not graph.policy(node) and call(earlier) == call(node)
 
 
@@ -185,7 +282,7 @@ def _is_rounded_lookup(node: Node) -> bool:
 
 
 def _is_only_widened(value: Value) -> bool:
-    """Whether all operations of the forward pass that read a 16-bit value read it cast up."""
+    """Whether all readers of a 16-bit value in the forward pass cast it up."""
     return all(
         reader.is_backward
         or (reader.name == CAST and reader.results[0].dtype in WIDE)

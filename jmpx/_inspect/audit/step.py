@@ -1,61 +1,423 @@
-"""What every search for findings shares: the program, and how a finding is made."""
+"""What all searches for findings share: the step, its float32 streams, and rules that may mend."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from jmpx._inspect.audit.data import Finding
-from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.streams import Streams
-from jmpx._inspect.graph import Graph, Node
+import numpy as np
+
+from jmpx._autocast.rules import is_precise
+from jmpx._inspect.audit.report import Finding
+from jmpx._inspect.audit.values import (
+    AUTOCAST,
+    CAST,
+    LOW,
+    MOVES,
+    MOVES_AND_CASTS,
+    WIDE,
+    before,
+    call,
+    compute_dtype,
+    flops,
+    half_dtype,
+    is_product,
+    multiplied,
+    outermost_dtype,
+)
+from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.text import short_names
+from jmpx._inspect.where import modules_of, selector, where
 from jmpx._jaxprs.equations import Place
+from jmpx._policies.maps import Rule
+from jmpx._policies.strings import get_policy
 
-Key: TypeAlias = tuple[str, Place | None]
-
-
-class Kind(NamedTuple):
-    """A kind of finding; the table of `docs/audit.md` says what each is."""
-
-    name: str  # which is public: `report.check(allow=...)` and the JSON have it
-    # Which rules of policy maps may mend such a finding, beside its own.
-    rules: Callable[[Remedies, list[Node]], Iterator[str]] = Remedies.none
+Key: TypeAlias = tuple[str, Place | None]  # where a product is: its path and its line
 
 
-class Found(NamedTuple):
-    """A finding, and what its remedy is chosen by."""
+# Streams of float32
 
-    kind: Kind
-    finding: Finding  # its `rule` is what to write in the code
+# Operations that need float32: with one of them, such as a norm, a stream may be an island.
+_OF_ISLANDS = frozenset(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cumlogsumexp
+    reduce_window_sum reduce_window exp exp2 expm1 log log1p pow sqrt rsqrt erf erfc erf_inv lgamma
+    digamma psum sort top_k
+    """.split()
+)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Stream:
+    """Float32 or float64 values that were computed from 16-bit ones.
+
+    A stream starts where they became wide: at a cast, at a promotion, where a 16-bit array met a
+    wide one, or at a wide product. It ends where they are cast back. It is an island or a leak: an
+    island is a norm, a softmax or a loss that is computed in float32. It returns to 16 bits, or
+    ends in the loss, before a product reads it and before it widens 16-bit results of other
+    modules.
+    """
+
+    kind: str  # how it starts: `cast`, `promotion` or `product`
+    node: Node  # where it starts
+    cause: Value | None = None  # the wide value that a 16-bit one met there
+    # The products that are wide because of it, its own among them.
+    products: list[Node] = dataclasses.field(default_factory=list)
+    # The nodes where it widened 16-bit results of another module or function.
+    widened: list[Node] = dataclasses.field(default_factory=list)
+    nbytes: int = 0  # of its values that are saved for the backward pass
+    is_island: bool = False  # whether it has one of `_OF_ISLANDS`
+    into: "Stream | None" = None  # the stream that it became a part of
+
+    @property
+    def whole(self) -> "Stream":
+        """The stream that this one is a part of, or itself."""
+        stream = self
+        while stream.into is not None:
+            stream = stream.into
+        return stream
+
+    def merge_into(self, other: "Stream") -> None:
+        """Makes the stream a part of another one, unless it is a leak of its own."""
+        if self is not other and self.kind == "cast":
+            self.into = other
+            other.is_island |= self.is_island
+            other.widened += self.widened
+
+
+class Streams:
+    """The streams of a graph, found in one pass over `forward`.
+
+    `forward` has the nodes that are neither of the backward pass nor read its results.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._streams: list[Stream] = []
+        self._of: dict[Value, Stream] = {}
+        self._casts: dict[Value, Node] = {}  # of values that were only moved since
+        self.forward: list[Node] = []
+        after: set[Value] = set()  # results of the other nodes
+        for node in graph.nodes:
+            if node.is_backward or not after.isdisjoint(node.first_operands):
+                after.update(node.results)
+            else:
+                self.forward.append(node)
+        # FLOPs of float32 products, and of those that are in 16 bits, or would be without a leak.
+        self._flops = [0, 0]
+        for node in self.forward:
+            stream = self._visit(node)
+            if stream is not None:
+                self._of.update((v, stream) for v in node.results if v.dtype in WIDE)
+        # A step computes in 16 bits if most of its products do, or its outermost policy.
+        wide, half = self._flops
+        self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
+        self.saved = sum(map(self._saved, self.forward))  # bytes of floats in all dtypes
+        self.found = [stream for stream in self._streams if stream.into is None]
+
+    def _visit(self, node: Node) -> Stream | None:
+        """Returns the stream of the wide results of a node; None if there is none."""
+        if is_product(node):
+            return self._product(node)
+        if not any(value.dtype in WIDE for value in node.results):
+            return None
+        if node.name != CAST:
+            return self._combine(node)
+        if node.operands[0].dtype not in LOW:
+            return self._of.get(node.operands[0])
+        self._casts[node.results[0]] = node
+        return self._start("cast", node)
+
+    def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
+        self._streams.append(Stream(kind, node, cause))
+        return self._streams[-1]
+
+    def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+        """Returns the wide values: fresh from casts, other ones of streams, and of no stream."""
+        wide = [value for value in operands if value.dtype in WIDE]
+        cast = [value for value in wide if value in self._casts]
+        other = [value for value in wide if value not in self._of]
+        return cast, [v for v in wide if v in self._of and v not in self._casts], other
+
+    def _combine(self, node: Node) -> Stream | None:
+        """Follows streams through a node that is neither a cast nor a product."""
+        cast, wide, other = self._met(node.first_operands)
+        if node.name in MOVES and cast and not wide:
+            self._casts.update((value, self._casts[cast[0]]) for value in node.results)
+            return self._of[cast[0]]
+        if not cast and not wide:
+            return None
+        stream = self._united(wide or cast)
+        if wide:
+            for value in cast:
+                self._widen(stream, value, node)
+        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in cast):
+            stream.into = self._start("promotion", node, other[0])
+            stream = stream.into
+        stream.is_island |= node.name in _OF_ISLANDS
+        return stream
+
+    def _united(self, values: list[Value]) -> Stream:
+        """Returns the stream of values that meet: the first leak, else all of them as one."""
+        streams = list(dict.fromkeys(self._of[value].whole for value in values))
+        first = next((stream for stream in streams if stream.kind != "cast"), streams[0])
+        for stream in streams:
+            stream.merge_into(first)
+        return first
+
+    def _widen(self, stream: Stream, value: Value, node: Node) -> None:
+        """Adds a value to a stream that it was cast up for."""
+        part = self._of[value].whole
+        if part is stream or part.kind != "cast":
+            return
+        part.merge_into(stream)
+        is_own = value.size == 1 or not _is_computed(self._casts[value].operands[0])
+        if not is_own and not self.is_asked(node) and self._home(stream.node) != self._home(node):
+            stream.widened.append(node)
+
+    def _product(self, node: Node) -> Stream | None:
+        cast, wide, other = self._met(node.operands[:2])
+        parts = [self._of[value].whole for value in (*cast, *wide)]
+        if not parts and not other:
+            self._flops[1] += flops(node)
+            return self._start("cast", node) if node.results[0].dtype in WIDE else None
+        if self.is_asked(node):
+            stream = self._united([*cast, *wide]) if parts else None
+            for part in parts:
+                part.is_island = True
+            return stream
+        leaks = parts[len(cast) :]
+        if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
+            stream = leaks[0]
+        else:
+            met = [*wide, *other]
+            stream = self._start("product", node, met[0] if len(met) == 1 else None)
+        is_half = any(value.dtype in LOW for value in node.operands[:2])
+        is_half |= stream.node is not node or (bool(cast) and not self.is_written(node))
+        self._flops[is_half] += flops(node)
+        stream.products.append(node)
+        for part in parts:
+            if not part.is_island and not part.widened:
+                part.merge_into(stream)
+        return stream
+
+    def is_of_leak(self, value: Value) -> bool:
+        """Whether a value belongs to a stream that a finding is about."""
+        stream = self._of[value].whole if value in self._of else None
+        return self.is_half and stream is not None and bool(stream.products or stream.widened)
+
+    def origin(self, value: Value | None) -> Node | None:
+        """Returns the node that made the first wide value behind a value; None if none did."""
+        node = None if value is None or not _is_computed(value) else value.node
+        while node is not None and node.results[0] not in self._of:
+            wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
+            earlier = next(wide, None)
+            if earlier is None:
+                return node
+            node = earlier
+        return None if node is None else self._of[node.results[0]].whole.node
+
+    def is_asked(self, node: Node) -> bool:
+        """Whether the user asks that a node computes in float32: by a policy, rule or precision.
+
+        A product that sums over all axes is taken for a norm, which is meant to be in float32.
+        """
+        place, program = where(node.scope), self._graph.program
+        if place.is_full or (is_product(node) and (is_precise(node.eqn) or _is_inner(node))):
+            return True
+        policy = self._graph.policy(node)
+        if place.module is None or not policy or compute_dtype(policy) not in WIDE:
+            return False
+        parts = place.module.path.split("/")  # a rule may be for a module around it
+        return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
+
+    def _is_silent(self, value: Value, node: Node) -> bool:
+        """Whether JAX cast a value as a part of an operation, and not the user."""
+        return call(self._casts[value]) == call(node)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the user's code casts an operand of a node up right before it."""
+        cast = [value for value in node.operands if value in self._casts]
+        return any(not self._is_silent(value, node) for value in cast)
+
+    def _home(self, node: Node) -> tuple[str, str]:
+        """Returns the path of the module of a node; outside of modules, scope and function."""
+        found, place = where(node.scope), self._graph.place(node)
+        if found.module is not None:
+            return found.module.path, ""
+        return found.path, place.function if place else ""
+
+    def _saved(self, node: Node) -> int:
+        """Returns the bytes of floats that the backward pass reads, and adds them to streams."""
+        saved = [v for v in node.results if any(reader.is_backward for reader in v.readers)]
+        for value in saved:
+            if value.dtype in WIDE and value in self._of and not self.is_asked(node):
+                own = self._of[value]  # a loss that a leak reaches keeps its own bytes
+                (own if own.is_island else own.whole).nbytes += value.nbytes
+        return sum(value.nbytes for value in saved if value.dtype in WIDE | LOW)
+
+
+def _is_computed(value: Value) -> bool:
+    """Whether arithmetic made a value: it is no argument or constant, moved or cast."""
+    return before(value, MOVES_AND_CASTS | {"carry", "join"}).node is not None
+
+
+def _is_inner(node: Node) -> bool:
+    """Whether a product sums over all axes of both operands, as a norm does."""
+    if node.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
+    of_both = [node.operands[0].shape[axis] for axis in (*contracted, *batch)]
+    return [value.size for value in node.operands[:2]] == [math.prod(of_both)] * 2
+
+
+# Rules that may mend
+
+
+def is_half_product(node: Node) -> bool:
+    """Whether a node is a product that is multiplied in 16 bits."""
+    return is_product(node) and all(np.dtype(name) in LOW for name in multiplied(node))
+
+
+class Remedies:
+    """The rules of policy maps that may mend findings in a graph, the most precise first."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._is_autocast = AUTOCAST in graph.program.takers
+        self._outermost = graph.outermost()
+        halves = {node.scope for node in graph.nodes if is_half_product(node)}
+        self._multiplying = {module for scope in halves for module in modules_of(scope)}
+
+    def is_of_all(self, rule: Rule) -> bool:
+        """Whether a rule selects an outermost module, and so the whole model."""
+        return any(rule.matches(*module) for module in self._outermost)
+
+    def lowers_share(self, rule: Rule) -> bool:
+        """Whether a rule surely makes some of the 16-bit products run in float32."""
+        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
+            return False
+        return any(rule.matches(*module) for module in self._multiplying)
+
+    def narrower(self, nodes: list[Node]) -> Iterator[str]:
+        """Yields rules that narrow: of the modules that made the operands, and of loops."""
+        short = short_names(half_dtype(self._graph))
+        for scope in _makers(nodes):
+            for select, compute, output in self._selectors(scope):
+                if compute in WIDE and output in WIDE:
+                    yield f"{select}: c=f32,o={short}"
+        if self._is_autocast:
+            loops = (node.eqn.primitive.name for node in nodes if node.is_structure)
+            yield from (f"op.{name}: {short}" for name in loops if name in ("scan", "while"))
+
+    def wider(self, nodes: list[Node]) -> Iterator[str]:
+        """Yields rules that compute in float32: of modules and scopes."""
+        for scope in dict.fromkeys(node.scope for node in nodes):
+            yield from self._widened(scope)
+
+    def wider_operations(self, nodes: list[Node]) -> Iterator[str]:
+        """Yields the rules of `wider`, and under autocast those of operations."""
+        yield from self.wider(nodes)
+        if self._is_autocast:
+            yield from (f"op.{name}: f32" for name in dict.fromkeys(node.name for node in nodes))
+
+    def wider_makers(self, nodes: list[Node]) -> Iterator[str]:
+        """Yields rules by which modules return the operands in float32, then those of `wider`."""
+        for scope in (makers := list(_makers(nodes))):
+            for select, compute, output in self._selectors(scope):
+                if compute is not None and compute != output:
+                    short = short_names(compute.name)
+                    yield f"{select}: c={short},o={short}"
+        for scope in makers:
+            yield from self._widened(scope)
+        yield from self.wider(nodes)
+
+    def _widened(self, scope: str) -> Iterator[str]:
+        for select, compute, output in self._selectors(scope):
+            if compute not in WIDE:
+                yield f"{select}: full"
+            if not self._is_autocast and not (compute in WIDE and output in WIDE):
+                yield f"{select}: c=f32,o=f32"
+
+    def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:
+        """Yields the selectors of a module, or under autocast of a scope, the most precise first.
+
+        Each comes with the dtypes in which the module computes and returns, None if no adapter ran
+        it.
+        """
+        module, select = where(scope).module, selector(scope)
+        if module is None and not self._is_autocast:
+            return
+        text = "" if module is None else self._graph.program.policies.get(module.path, "")
+        policy = get_policy(text) if text else None
+        compute = None if policy is None else np.dtype(policy.compute_dtype)
+        output = None if policy is None else np.dtype(policy.output_dtype)
+        if select is not None:
+            yield select, compute, output
+        if module is not None and module.cls.__name__ != select:
+            yield module.cls.__name__, compute, output
+
+
+def _makers(nodes: list[Node]) -> Iterator[str]:
+    """Yields the scopes of the nodes that computed the operands, before moves and casts."""
+    for node in nodes:
+        for value in node.operands:
+            maker = before(value, MOVES_AND_CASTS).node
+            if maker is not None and not maker.is_structure:
+                yield maker.scope
+
+
+# How a finding is made
+
+
+class FindingKind(NamedTuple):
+    """A kind of finding; the table of `docs/audit.md` explains each."""
+
+    name: str  # public: `report.check(allow=...)` and the JSON have it
+    # Returns rules of policy maps that may mend a finding about these nodes, beside its own.
+    rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
+
+
+class UntriedFinding(NamedTuple):
+    """A finding with advice, before rules for it are tried."""
+
+    kind: FindingKind
+    finding: Finding
     nodes: list[Node]  # the operations that it is about
-    rules: tuple[str, ...]  # of a policy map, which are tried first
+    rules: tuple[str, ...]  # to be tried before those of the kind
 
 
-class Step:
-    """A program, its streams of float32, and what all searches ask of it.
+class AuditedStep:
+    """A program that is searched for findings, and its streams of float32.
 
-    Products are judged as the `platform` multiplies, and not for None. What a finding has
-    `explained`, by the ids of nodes, later searches skip.
+    `platform` is the hardware that multiplies; None if it is unknown. `explained` has nodes that a
+    finding is about: later searches skip them.
     """
 
     def __init__(self, graph: Graph, platform: str | None) -> None:
         self.graph, self.platform, self.streams = graph, platform, Streams(graph)
-        self.explained: set[int] = set()
+        self.explained: set[Node] = set()
 
     def key(self, node: Node) -> Key:
-        """Returns where a product is, which is the same forward and backward."""
+        """Returns where a node is, which is the same for a product forward and backward."""
         return self.graph.path(node), self.graph.place(node)
 
     def found(
-        self, kind: Kind, severity: str, node: Node, message: str, advice: str, *rules: str,
+        self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,
         **sizes: int,
-    ) -> Found:  # fmt: skip
+    ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about an operation.
 
-        The message is one sentence, the advice what to write in the code; before the rules of its
-        kind, `rules` are tried. Its sizes are FLOPs and bytes, and a count if that is not how often
-        the node runs.
+        Args:
+            kind: its kind.
+            severity: one of `SEVERITIES`.
+            node: the operation.
+            message: one sentence: what happens, and why it matters.
+            advice: what to write in the code.
+            *rules: rules to try before those of the kind.
+            **sizes: `flops`, `nbytes`, and `count` where that is not how often the node runs.
         """
         path, place = self.key(node)
         sizes = {"count": node.times, **sizes}
-        return Found(
-            kind, Finding(kind.name, severity, message, place, path, advice, **sizes), [node], rules
-        )
+        finding = Finding(kind.name, severity, message, place, path, "", advice, **sizes)
+        return UntriedFinding(kind, finding, [node], rules)

@@ -1,14 +1,14 @@
 """What a report counts of a program: products, saved values and casts by dtype, and its scopes."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.audit.data import Cast, Products, Scope
-from jmpx._inspect.audit.flops import flops, is_product, multiplied
-from jmpx._inspect.audit.values import CAST, MOVES
+from jmpx._inspect.audit.report import Cast, Products, Scope
+from jmpx._inspect.audit.values import CAST, MOVES, flops, is_product, multiplied
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.where import where
 from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
@@ -20,16 +20,33 @@ _NO_WORK = MOVES | JOINS | EXCHANGES
 def products(graph: Graph) -> tuple[Products, ...]:
     """Returns the matrix products and convolutions by operand dtypes, the most FLOPs first.
 
-    Of a product with an algorithm of 16 bits, such as BF16_BF16_F32, the dtypes are those of the
-    algorithm. The backward pass swaps operands, so both orders of two dtypes are one row.
+    A product with an algorithm of 16 bits, such as BF16_BF16_F32, has the dtypes of the algorithm.
+    The backward pass swaps operands, so both orders of two dtypes are one row.
     """
-    total: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for node in filter(is_product, graph.nodes):
-        dtypes = " x ".join(sorted(multiplied(node)))
-        total[dtypes] += flops(node)
-        count[dtypes] += node.times
-    return tuple(Products(dtypes, part, count[dtypes]) for dtypes, part in total.most_common())
+    found = filter(is_product, graph.nodes)
+    rows = ((" x ".join(sorted(multiplied(node))), node.times, flops(node)) for node in found)
+    return tuple(Products(dtypes, size, count) for dtypes, count, size in _totals(rows))
+
+
+def casts(graph: Graph) -> tuple[Cast, ...]:
+    """Returns the casts from one floating dtype to another, the most bytes first."""
+    pairs = ((n, n.operands[0].dtype, n.results[0]) for n in graph.nodes if n.name == CAST)
+    rows = (
+        ((source.name, result.dtype.name), node.times, node.times * result.nbytes)
+        for node, source, result in pairs
+        if source != result.dtype and is_floating_dtype(source) and is_floating_dtype(result.dtype)
+    )
+    totals = _totals(rows)
+    return tuple(Cast(source, target, count, size) for (source, target), count, size in totals)
+
+
+def _totals(rows: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
+    """Yields each key with its counts and its sizes added up, the largest size first."""
+    counts, sizes = Counter[Any](), Counter[Any]()
+    for key, count, size in rows:
+        counts[key] += count
+        sizes[key] += size
+    return ((key, counts[key], size) for key, size in sizes.most_common())
 
 
 def uncounted(graph: Graph) -> tuple[str, ...]:
@@ -40,68 +57,36 @@ def uncounted(graph: Graph) -> tuple[str, ...]:
 def saved(graph: Graph) -> dict[str, int]:
     """Returns the bytes that the forward pass keeps for the backward pass, by dtype; most first.
 
-    Arguments and constants are there anyway, and do not count. Of a loop that holds both passes, it
-    is what one trip keeps.
+    Arguments and constants are there anyway, and do not count. A loop that holds both passes counts
+    what one trip keeps.
     """
-    found: Counter[str] = Counter()
-    seen: set[int] = set()
-    for reader in _backward(graph):
-        for value in reader.operands:
-            is_forward = value.node is not None and not value.node.is_backward
-            if is_forward and id(value) not in seen:
-                seen.add(id(value))
-                found[value.dtype.name] += value.nbytes
+    # A call in the backward pass reads operands that no node inside of it may read.
+    calls = (each for node in graph.nodes for each in node.outwards if each.is_backward)
+    found = Counter[str]()
+    for value in dict.fromkeys(v for reader in dict.fromkeys(calls) for v in reader.operands):
+        if value.node is not None and not value.node.is_backward:
+            found[value.dtype.name] += value.nbytes
     return dict(found.most_common())
 
 
-def _backward(graph: Graph) -> Iterator[Node]:
-    """Yields the nodes of the backward pass, and the calls that hold them."""
-    seen: set[int] = set()
-    for node in graph.nodes:
-        each: Node | None = node
-        while each is not None and each.is_backward and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            each = each.around
-
-
-def casts(graph: Graph) -> tuple[Cast, ...]:
-    """Returns the casts from one floating dtype to another, the most bytes first."""
-    total: Counter[tuple[str, str]] = Counter()
-    count: Counter[tuple[str, str]] = Counter()
-    for node in graph.nodes:
-        if node.name == CAST:
-            source, target = node.operands[0].dtype, node.results[0].dtype
-            if source != target and is_floating_dtype(source) and is_floating_dtype(target):
-                total[source.name, target.name] += node.times * node.results[0].nbytes
-                count[source.name, target.name] += node.times
-    return tuple(Cast(*dtypes, count[dtypes], part) for dtypes, part in total.most_common())
-
-
 def scopes(graph: Graph) -> tuple[Scope, ...]:
-    """Returns the operations by module or named scope, without those of scopes inside of it."""
+    """Returns the operations of each module or named scope, except those of scopes inside of it."""
     by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if not node.is_structure:
             by_path.setdefault(graph.path(node), []).append(node)
-    return tuple(_scope(graph, path, nodes) for path, nodes in by_path.items())
-
-
-def _scope(graph: Graph, path: str, nodes: list[Node]) -> Scope:
-    _, module, names, _ = where(nodes[0].scope)
-    return Scope(
-        path,
-        "" if module is None or names else module.cls.__name__,
-        _policy(graph, nodes),
-        sum(node.times for node in nodes),
-        _dtypes(nodes),
-        sum(map(flops, filter(is_product, nodes))),
-    )
+    found: list[Scope] = []
+    for path, nodes in by_path.items():
+        _, module, names, _ = where(nodes[0].scope)
+        name = "" if module is None or names else module.cls.__name__
+        times, work = sum(node.times for node in nodes), sum(map(flops, nodes))
+        found.append(Scope(path, name, _policy(graph, nodes), times, _dtypes(nodes), work))
+    return tuple(found)
 
 
 def _policy(graph: Graph, nodes: list[Node]) -> str:
-    """Returns the policies under which operations ran, that of the most FLOPs first."""
-    size: Counter[str] = Counter()
+    """Returns the policies under which operations ran, the one with the most FLOPs first."""
+    size = Counter[str]()
     for node in nodes:
         if policy := graph.policy(node):
             size[policy] += flops(node) or 1
@@ -110,9 +95,8 @@ def _policy(graph: Graph, nodes: list[Node]) -> str:
 
 
 def _dtypes(nodes: list[Node]) -> str:
-    """Returns the dtypes of the work of operations, or of what they make if they only move data."""
-    work: Counter[np.dtype] = Counter()
-    made: Counter[np.dtype] = Counter()
+    """Returns the dtypes that operations compute in, or move if none computes."""
+    work, made = Counter[np.dtype](), Counter[np.dtype]()
     for node in nodes:
         if node.name != CAST:
             values = node.operands[:2] if is_product(node) else node.results[:1]

@@ -1,61 +1,74 @@
-"""What searches ask of values and nodes: where numbers are from, and what 16 bits keep of them."""
+"""Facts about nodes and values: products, 16-bit dtypes, origins of numbers, and their signs."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Collection
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.audit.flops import is_product
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS, call_of
+from jmpx._jaxprs.equations import (
+    FLOPS,
+    IDENTITIES,
+    PICKS,
+    PLACEMENTS,
+    RESHAPES,
+    ROUNDINGS,
+    call_of,
+)
 from jmpx._policies.strings import get_policy
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
 WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
-AUTOCAST = "jmpx.autocast"  # as it stands among the functions that take a policy map
+AUTOCAST = "jmpx.autocast"  # its name in `Program.takers`
 CAST = "convert_element_type"
 
-# What moves numbers of its first operand, each on its own: what joins operands, or the parts of
-# several devices, is an operation that the user wrote, and no part of another one.
+# Primitives that only move numbers of their first operand. Those that join operands, or parts of
+# several devices, are left out: the user wrote them as operations of their own.
 MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | {"stack", "result", "shard", "unshard"}
 MOVES_AND_CASTS = MOVES | {CAST}
-# What returns all numbers of its operand. A barrier has a result for each of several operands.
+# Primitives that return all numbers of their operand. A barrier has several operands.
 _VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
+
+
+# Products
+
+
+def flops(node: Node) -> int:
+    """Returns the FLOPs of all runs of a product, and 0 of any other node.
+
+    It runs as often as the lengths of the scans around it say. In a while loop its FLOPs are those
+    of one trip, and in a `shard_map` those of one device.
+    """
+    return node.times * FLOPS[node.name](node.eqn) if is_product(node) else 0
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a matrix product or a convolution."""
+    return node.name in FLOPS
+
+
+_ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # the beginnings of their names
+
+
+def multiplied(node: Node) -> list[str]:
+    """Returns the names of the dtypes that a product multiplies in."""
+    name = getattr(node.eqn.params.get("precision"), "name", "")
+    if not name.endswith(("_X3", "_X6", "_X9")):  # these multiply several parts of each number
+        for start, dtype in _ALGORITHMS.items():
+            if name.startswith(start):
+                return [dtype, dtype]
+    return [value.dtype.name for value in node.operands[:2]]
+
+
+# Dtypes
 
 
 def is_low(value: Value) -> bool:
     """Whether a value has 16 bits."""
     return value.dtype in LOW
-
-
-def largest_count(dtype: np.dtype) -> int:
-    """Returns up to which number a dtype holds all integers: 256 for bfloat16, 2048 for float16.
-
-    A sum in that dtype that is as large does not change when 1 is added.
-    """
-    return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
-
-
-def digits(dtype: np.dtype) -> str:
-    """Returns how many decimal digits a dtype keeps, in words."""
-    return "2 to 3 digits" if dtype == jnp.bfloat16 else "3 to 4 digits"
-
-
-def worst(dtype: np.dtype) -> str:
-    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
-    return "high" if dtype == jnp.float16 else "medium"
-
-
-def low_dtype(node: Node) -> np.dtype | None:
-    """Returns the 16-bit dtype of a node's first operand that has one; None if none has."""
-    return next((value.dtype for value in node.operands if is_low(value)), None)
-
-
-def low_nbytes(node: Node) -> int:
-    """Returns the bytes of the 16-bit operands of all runs of a node."""
-    return node.times * sum(value.nbytes for value in node.operands if is_low(value))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,8 +89,11 @@ def half_dtype(graph: Graph) -> str:
     return names[0][0]
 
 
+# Origins
+
+
 def before(value: Value, names: Collection[str]) -> Value:
-    """Returns what a value was before the nodes of some names, through their first operands."""
+    """Returns the value before nodes of some names, following their first operands."""
     while value.node is not None and value.node.name in names:
         value = value.node.operands[0]
     return value
@@ -89,7 +105,7 @@ def is_view(node: Node) -> bool:
 
 
 def source(value: Value) -> Value:
-    """Returns the value whose numbers a value has: casts, copies and shapes are left out."""
+    """Returns the value that casts, copies and reshapes made a value of."""
     while value.node is not None and is_view(value.node):
         value = value.node.operands[0]
     return value
@@ -105,26 +121,87 @@ def number(value: Value) -> float | None:
 
 def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
     """Whether a result reaches the end of the forward pass before a product or an avoided dtype."""
-    pending, seen = [node], {id(node)}
-    while pending:
-        for value in pending.pop().results:
-            if value.dtype in avoided:
-                continue
-            if value.is_output or (not value.readers and value.shape == ()):
-                return True
-            readers = [each for each in value.readers if not each.is_backward]
-            new = [each for each in readers if id(each) not in seen and not is_product(each)]
-            seen.update(map(id, new))
-            pending += new
-    return False
+
+    def kept(node: Node) -> list[Value]:
+        return [value for value in node.results if value.dtype not in avoided]
+
+    def through(node: Node) -> list[Value]:
+        return [] if node.is_backward or is_product(node) else kept(node)
+
+    readers = Graph.forward(kept(node), through)
+    values = itertools.chain(kept(node), *map(through, readers))
+    return any(v.is_output or (not v.readers and v.shape == ()) for v in values)
 
 
 def call(node: Node) -> object:
     """Returns the user's call that an operation is a part of; None if it is unknown."""
-    each: Node | None = node
-    while each is not None:
-        found = call_of(each.eqn)
-        if found is not None:
-            return found
-        each = each.around
-    return None
+    calls = (call_of(each.eqn) for each in node.outwards)
+    return next((found for found in calls if found is not None), None)
+
+
+# Signs. The exponential of a number that is at most 0 cannot overflow: so softmax subtracts the
+# maximum.
+
+_DEPTH = 6  # how many operations tell a sign; softmax needs three
+_MOST = 64  # nodes among which a maximum is looked for
+_MAXIMA = frozenset({"max", "reduce_max", "cummax", "pmax"})
+_WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one at least as large
+
+
+def is_at_most_zero(value: Value) -> bool:
+    """Whether all numbers of a value are known to be at most 0, as `x - max(x)` is."""
+    return _sign(value, _DEPTH) < 0
+
+
+def is_sum_of_exponentials(value: Value) -> bool:
+    """Whether a value is an exponential of numbers up to 0, or a sum of such ones."""
+    node = source(value).node
+    while node is not None and node.name in ("abs", "reduce_sum"):
+        node = source(node.operands[0]).node
+    return node is not None and node.name == "exp" and is_at_most_zero(node.operands[0])
+
+
+def _sign(value: Value, depth: int) -> int:
+    """Returns 1 if no number of a value is negative, -1 if none is positive, and 0 if unknown."""
+    value = source(value)
+    constant = number(value)
+    if constant is not None:
+        return (constant > 0) - (constant < 0)
+    node = value.node
+    if node is None or depth == 0 or node.is_structure:
+        return 0
+    if node.name in ("abs", "square", "exp", "exp2", "logistic"):
+        return 1
+    if node.name == "integer_pow":
+        return int(node.eqn.params["y"] % 2 == 0)
+    if node.name == "log":
+        return int(is_sum_of_exponentials(node.operands[0]))
+    if node.name in ("neg", "reduce_sum"):
+        return _sign(node.operands[0], depth - 1) * (-1 if node.name == "neg" else 1)
+    return _sign_of_two(node, depth - 1) if node.name in ("mul", "div", "sub") else 0
+
+
+def _sign_of_two(node: Node, depth: int) -> int:
+    left, right = map(source, node.operands)
+    if node.name != "sub":
+        return 1 if left is right else _sign(left, depth) * _sign(right, depth)
+    is_less = _sign(left, depth) < 0 and _sign(right, depth) > 0
+    return -int(is_less or _is_no_smaller(right, left))
+
+
+def _is_no_smaller(value: Value, other: Value) -> bool:
+    """Whether a maximum of some number went into a value."""
+    others = [other]
+    if other.node is not None and other.node.name == "select_n":  # x where it is finite, say
+        others += map(source, other.node.operands[1:])
+    constants = {number(each) for each in others} - {None}
+
+    def through(node: Node) -> list[Value]:
+        return node.operands if node.name in _WITHIN else node.operands[: is_view(node)]
+
+    def behind(values: list[Value]) -> list[Node]:
+        return list(Graph.back(values, through, _MOST))
+
+    joined = [v for node in behind([value]) if node.name in _MAXIMA for v in node.operands]
+    found = map(source, [*joined, *(v for node in behind(joined) for v in through(node))])
+    return any(each in others or number(each) in constants for each in found)

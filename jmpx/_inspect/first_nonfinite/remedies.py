@@ -19,27 +19,15 @@ def rules_for(graph: Graph, node: Node) -> list[str]:
     There are none for a program without a function that takes a policy map.
     """
     takers, outermost = graph.program.takers, graph.outermost()
-    rules = (rule for each in _before(node) for rule in _of_node(each, _AUTOCAST in takers))
+    behind = Graph.back(node.results[:1], lambda each: each.operands, _FARTHEST)
+    narrow = (n for n in behind if any(is_narrow(v.dtype) for v in (*n.operands, *n.results)))
+    rules = (rule for each in narrow for rule in _of_node(each, _AUTOCAST in takers))
     found = {text: parse_rule(text) for text in rules} if takers else {}
     return [
         text
         for text, rule in found.items()
         if not any(rule.matches(*module) for module in outermost)
     ][:_MOST]
-
-
-def _before(node: Node) -> Iterator[Node]:
-    """Yields a node and those before it, the nearest first, of those that compute in few bits."""
-    pending, seen = [node], {id(node)}
-    while pending and len(seen) < _FARTHEST:
-        each = pending.pop(0)
-        values = (*each.operands, *each.results)
-        if any(is_narrow(value.dtype) for value in values):
-            yield each
-        for value in each.operands:
-            if value.node is not None and id(value.node) not in seen:
-                seen.add(id(value.node))
-                pending.append(value.node)
 
 
 def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:

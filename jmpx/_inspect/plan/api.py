@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jmpx._base.messages import describe
 from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
-from jmpx._inspect.audit.data import Products
+from jmpx._inspect.audit.report import Products
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
 from jmpx._inspect.plan.compiling import ask, line_of, placed, versions
