@@ -189,7 +189,7 @@ DRAWN = {
 VIT = "examples/equinox/train_vit.py:make_losses"
 BLAME = f"""
 import sys, jmpx
-from jmpx._cli.targets import load
+from jmpx._cli.commands import load
 loss_fn, batches, _ = load("{VIT}", [])
 report = jmpx.inspect.blame(loss_fn, "by=operations,c=bf16")(*batches)
 report.plot(sys.argv[1].removeprefix("--plot="))

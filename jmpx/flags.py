@@ -1,11 +1,9 @@
 """absl flags for policies and loss scales. Importing this module registers no flag."""
 
-from jmpx._flags.define import (
+from jmpx._flags import (
     DEFINE_loss_scale as DEFINE_loss_scale,
     DEFINE_policy as DEFINE_policy,
     DEFINE_policy_map as DEFINE_policy_map,
-)
-from jmpx._flags.mixed_precision import (
     MixedPrecisionFlags as MixedPrecisionFlags,
     define_mp_flags as define_mp_flags,
 )

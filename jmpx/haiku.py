@@ -5,6 +5,6 @@ functions of jmpx's registry read and write it, so `hk.mixed_precision` and jmpx
 `policies` puts a policy map over `init` and `apply`.
 """
 
-from jmpx._adapters.haiku.policies import policies as policies
+from jmpx._adapters.haiku import policies as policies
 
 __all__ = ("policies",)

@@ -15,15 +15,18 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpx._adapters.function_casts import cast_function, force_full_precision as _in_float32
-from jmpx._base.casts import cast_to_full as cast_to_float32, cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
-from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import call
-from jmpx._base.trees import all_finite, select_tree
-from jmpx._scales.arguments import LARGEST_FLOAT16
-from jmpx._scales.dynamic import DynamicLossScale, register_pytree
-from jmpx._scales.kinds import LossScale
-from jmpx._steps.arrays import split_parameters
+from jmpx._base.trees import (
+    PyTree,
+    all_finite,
+    cast_to_full as cast_to_float32,
+    cast_tree,
+    select_tree,
+)
+from jmpx._scales.kinds import DynamicLossScale, LossScale, register_pytree
+from jmpx._scales.scaling import LARGEST_FLOAT16
+from jmpx._steps.batches import split_parameters
 from jmpx._steps.gradient import ValueAndGradients, value_and_grad, without_value
 from jmpx._steps.optimizer import optimizer_update
 

@@ -9,7 +9,7 @@ from jmpx._steps.optimizer import SkipNonfiniteState as SkipNonfiniteState
 from jmpx._storage.ema import EmaState as EmaState
 from jmpx._storage.low_precision_params import (
     LowPrecisionParamsState as LowPrecisionParamsState,
+    StateDtypeState as StateDtypeState,
 )
-from jmpx._storage.state_dtype import StateDtypeState as StateDtypeState
 
 __all__: tuple[str, ...]

@@ -12,13 +12,12 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 import jmpx
-from jmpx._adapters.uncast import UncastLike
+from jmpx._adapters.function_casts import UncastLike
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.trees import AxisName, Flag
 from jmpx._policies.maps import PolicyMapLike
 from jmpx._policies.policy import PolicyLike
-from jmpx._scales.mixed_precision import MixedPrecisionLike
-from jmpx._scales.strings import LossScaleLike
+from jmpx._scales.strings import LossScaleLike, MixedPrecisionLike
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
 _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

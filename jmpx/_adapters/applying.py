@@ -13,14 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.set_parameters import refuse_set
-from jmpx._adapters.uncast import UncastArguments, UncastLike
+from jmpx._adapters.function_casts import UncastArguments, UncastLike, refuse_set
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
-from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.leaves import PyTree, is_array, is_floating, spell
-from jmpx._base.messages import user_stacklevel
-from jmpx._base.nnx_objects import skip_kept
+from jmpx._base.messages import check_runs_at_once, user_stacklevel
 from jmpx._base.stateful import (
     Arguments as Args,
     Changes,
@@ -29,16 +25,17 @@ from jmpx._base.stateful import (
     Leaf,
     PureFunction,
     call,
+    skip_kept,
 )
+from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, imported_adapters
 from jmpx._policies.maps import PolicyMap, warn_of
-from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import computing
+from jmpx._policies.registry import call_with_proxies, computing
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
-from jmpx._scales.mixed_precision import MixedPrecisionLike, policy_map_of
+from jmpx._scales.strings import MixedPrecisionLike, policy_map_of
 
 F = TypeVar("F", bound=Callable[..., PyTree])
 State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
@@ -248,17 +245,17 @@ class Application(NamedTuple):
         """Runs a function whose modules cast."""
         # Here, as what casts arguments needs no framework.
         from jmpx._adapters.boundaries import leaving_uncast
-        from jmpx._adapters.scopes import pooled
+        from jmpx._adapters.scopes import for_modules, pooled
 
         adapters = list(imported_adapters())
         with contextlib.ExitStack() as stack:
             casts = stack.enter_context(casts_watched(code_of(self.func), policy_map))
-            stack.enter_context(pooled(policy_map, self.name))
-            followed = policy_map.applied_by("modules", self.name)
+            followed = for_modules(policy_map, self.name)
+            stack.enter_context(pooled(followed, self.name))
             for adapter in adapters:
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))
-            views = [*filter(None, (adapter.views(followed) for adapter in adapters))]
+            views = [*filter(None, (each.views(followed, pure.objects) for each in adapters))]
             pure.invoke = lambda fn, *args, **kwargs: call_with_proxies(
                 views, fn, args, kwargs, self.uncast.exempt
             )

@@ -1,20 +1,28 @@
-"""Calls of modules whose floating arguments are cast, and whose results may be."""
+"""Casts at the calls of modules: of arguments, results and parameters, and by proxies."""
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import cast_except, cast_like, cast_tree
-from jmpx._base.leaves import PyTree, is_floating
+from jmpx._adapters.dtype_fields import field_in_autocast
+from jmpx._base.made_once import made_once
 from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
+from jmpx._base.trees import PyTree, cast_except, cast_like, cast_tree, is_floating
 from jmpx._jaxprs import core
+from jmpx._jaxprs.marks import Module
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import in_loop, is_outermost, running
+from jmpx._policies.registry import in_loop, is_outermost, marked_call, running
 
 T = TypeVar("T")
 
@@ -167,3 +175,126 @@ def at_least(dtype: np.dtype) -> Cast:
         return cast_tree(leaf, dtype) if is_narrow else leaf
 
     return widen
+
+
+# Casts of the parameters that modules read: one in each trace, however often a module reads.
+
+
+# By the identity of a parameter and the dtype: the parameter, kept so that no other one gets its
+# identity, and the cast.
+_Casts = dict[tuple[int, np.dtype], tuple[PyTree, PyTree]]
+
+
+class ParameterCasts:
+    """The casts that are made while a model is traced, anew in each trace: no array may leak."""
+
+    def __init__(self) -> None:
+        self._traces: list[tuple[object, _Casts]] = []  # those that are under way, innermost last
+
+    def clear(self) -> None:
+        """Forgets the casts."""
+        self._traces.clear()
+
+    def to_compute(self, policy: Policy, tree: T) -> T:
+        """Returns a stored parameter, any pytree, in the compute dtype of a policy."""
+        return jax.tree.map(lambda leaf: self._cast(policy, leaf), tree)
+
+    def _cast(self, policy: Policy, leaf: PyTree) -> PyTree:
+        # JAX would find the casts of inner traces here, when it looks for leaks.
+        if not isinstance(leaf, jax.core.Tracer) or core.looks_for_leaks():
+            return policy.cast_to_compute(leaf)
+        casts, key = self._casts(), (id(leaf), jnp.dtype(policy.compute_dtype))
+        if key not in casts:
+            casts[key] = leaf, policy.cast_to_compute(leaf)
+        return casts[key][1]
+
+    def _casts(self) -> _Casts:
+        """Returns the casts of the current trace, and forgets those of traces that ended in it."""
+        current = core.current_trace()
+        known = [i for i, (trace, _) in enumerate(self._traces) if trace == current]
+        if known:
+            del self._traces[known[0] + 1 :]
+        else:
+            self._traces.append((current, {}))
+        return self._traces[-1][1]
+
+
+# Proxy classes: subclasses of a user's classes, whose public methods cast or mark their calls.
+
+
+_PLAIN = "_jmpx_plain_class"  # the attribute of a proxy class that holds the plain class
+
+
+def is_public(name: str) -> bool:
+    """Whether a method of this name is public, as `__call__` is, too."""
+    return name == "__call__" or not name.startswith("_")
+
+
+def public_methods(cls: type, base: type) -> Iterator[str]:
+    """Yields the names of the public methods that a class adds to the framework's base class."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    others = {*dir(base), *(field.name for field in fields)}
+    for name in dir(cls):
+        if not is_public(name) or name in others:
+            continue
+        attribute = inspect.getattr_static(cls, name)
+        # A function binds to an instance, and so do objects such as `equinox.filter_jit` makes.
+        binds = callable(attribute) and hasattr(attribute, "__get__")
+        is_method = binds and not isinstance(attribute, staticmethod | classmethod | type)
+        if is_method or isinstance(attribute, functools.partialmethod):
+            yield name
+
+
+def proxy_class(cls: type[T], namespace: Mapping[str, object], mixin: type = object) -> type[T]:
+    """Returns a subclass that bears the names and the docstring of its class."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (cls,) if issubclass(cls, mixin) else (mixin, cls)
+    return type(cls)(cls.__name__, bases, {**namespace, **names})
+
+
+@made_once
+def marking_proxy_class(
+    cls: type[T], modules: tuple[Module, ...], base: type, mixin: type = object
+) -> type[T]:
+    """Returns the proxy class whose public methods mark their calls, for `jmpx.autocast`.
+
+    A call is of several `modules`: this one, and containers around it.
+    """
+
+    def marked(name: str) -> Method:
+        method = inspect.getattr_static(cls, name)
+
+        @functools.wraps(method, updated=())
+        def wrapper(self: T, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            with contextlib.ExitStack() as stack:
+                for module in modules:
+                    stack.enter_context(marked_call(*module))
+                stack.enter_context(field_in_autocast(self, modules[-1]))
+                return method.__get__(self, type(self))(*args, **kwargs)
+
+        return wrapper
+
+    namespace = {name: marked(name) for name in public_methods(cls, base)}
+    return proxy_class(cls, {**namespace, _PLAIN: plain_class(cls)}, mixin)
+
+
+def plain_class(cls: type) -> type:
+    """Returns the class that the user wrote, for a proxy class that marks."""
+    return getattr(cls, _PLAIN, cls)
+
+
+def check_view(view: object, policy_map: PolicyMap | None) -> None:
+    """Raises if a module is a view under another policy map than one that is given."""
+    cls: PyTree = type(view)
+    if policy_map not in (None, cls.__jmpx_view__):
+        raise ValueError(
+            f"Cannot apply policy map {str(policy_map)!r} to a {cls.__name__} that is a view "
+            f"already, under {str(cls.__jmpx_view__ or '')!r}, because its parameters are cast: "
+            "give the part a rule in that policy map, or pass the model itself."
+        )
+
+
+def is_optimizer_state(node: object) -> bool:
+    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays are never cast."""
+    package = type(node).__module__.partition(".")[0]
+    return package in ("optax", "jmpx") and not jax.tree_util.all_leaves([node])

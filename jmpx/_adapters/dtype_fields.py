@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, computable, dtype_name
-from jmpx._base.leaves import PyTree, is_floating
+from jmpx._base.trees import PyTree, is_floating
 from jmpx._jaxprs.marks import Module, Selects, selects
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import jax
 import numpy as np
@@ -18,16 +18,15 @@ from jmpx._base.contexts import (
     refuse_other_tasks,
 )
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import PyTree, is_view
 from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
+from jmpx._base.trees import PyTree, is_view
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused, with_trial_rules
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule, warn_unused, with_trial_rules
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
-from jmpx._policies.rules import Rule
 
 
 class ModuleRecord(NamedTuple):
@@ -61,17 +60,17 @@ class Pool:
 
 
 class PolicyScope:
-    """One use of a policy map: contexts of an equal map in each other, or one making of a view.
+    """The state of one active policy map: of contexts of equal maps, or of one view that is made.
 
     Args:
         name: the function that begins the scope, as the user calls it.
-        policy_map: all that `jmpx.get_policy_map` takes; None for the policies of classes alone.
+        policy_map: what `for_modules` returns.
     """
 
-    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMap | None) -> None:
         self.name = name
-        self.policy_map = _for_modules(policy_map, name)
-        self.pool = Pool.open_for(name, self.policy_map)
+        self.policy_map = policy_map
+        self.pool = Pool.open_for(name, policy_map)
         self.census = self.pool.census
         self.met: dict[ModuleRecord, None] = {}  # in the order of first calls, in `listening`
         self.tell_listeners()
@@ -144,11 +143,11 @@ S = TypeVar("S", bound=PolicyScope)
 
 @contextlib.contextmanager
 def in_policy_scope(
-    kind: type[S], name: str, policy_map: PolicyMapLike | None, hook: Hook
+    kind: type[S], name: str, policy_map: PolicyMap | None, hook: Hook
 ) -> Iterator[S]:
     """Opens a scope, or goes on with the innermost one of its kind if it follows an equal map."""
     innermost = opened(kind)[-1:]
-    if innermost and innermost[0].policy_map == _for_modules(policy_map, name):
+    if innermost and innermost[0].policy_map == policy_map:
         scope = innermost[0]
         scope.tell_listeners()
     else:
@@ -158,22 +157,31 @@ def in_policy_scope(
         yield scope
 
 
-def _for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None:
-    """Returns the policy map that an adapter follows; refuses one for another way."""
+@overload
+def for_modules(policy_map: PolicyMapLike, name: str) -> PolicyMap: ...
+
+
+@overload
+def for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None: ...
+
+
+def for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None:
+    """Returns the policy map that adapters follow; None for the policies of classes alone.
+
+    Raises:
+        ValueError: if the map is for another way.
+    """
     if policy_map is None:
         return None
     return with_trial_rules(get_policy_map(policy_map).applied_by("modules", name), name)
 
 
 @contextlib.contextmanager
-def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | None]:
-    """Has the scopes of all frameworks under one policy map warn together, at the end.
-
-    Yields the policy map to give to the adapters, None for the policies of classes alone.
-    """
-    pool = Pool.open_for(name, _for_modules(policy_map, name))
+def pooled(policy_map: PolicyMap | None, name: str) -> Iterator[None]:
+    """Has the scopes of all frameworks under one policy map warn together, at the end."""
+    pool = Pool.open_for(name, policy_map)
     with entered(Context(name, pool)):
-        yield None if policy_map is None else get_policy_map(policy_map).applied_by("modules", name)
+        yield
     pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 

@@ -7,5 +7,5 @@ given.
 """
 
 # These fill the registry of rules.
-from jmpx._autocast import control_flow, kinds, primitives  # noqa: F401
+from jmpx._autocast import control_flow, kinds  # noqa: F401
 from jmpx._autocast.wrapped import Autocast as Autocast, autocast as autocast

@@ -8,14 +8,13 @@ import jax.core
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from jmpx._autocast.binding import bind_arrays, run_as_traced
-from jmpx._autocast.reads import product_dtypes
+from jmpx._autocast.binding import bind_arrays, product_dtypes, run_as_traced
 from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import CALLS, CHECKPOINT
-from jmpx._policies.modules import marked_calls
+from jmpx._policies.registry import marked_calls
 
 # Parameters of a jitted function that hold something for each of its operands.
 _OF_OPERANDS = ("in_shardings", "in_layouts", "donated_invars")

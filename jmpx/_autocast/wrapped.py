@@ -11,19 +11,15 @@ import jax
 import jax.core
 import numpy as np
 
-from jmpx._autocast.explained import traced_name, tracing_explained
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import warnings_of
+from jmpx._autocast.warned import traced_name, tracing_explained, warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
-from jmpx._base.delayed import check_runs_at_once
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
-from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
-from jmpx._base.messages import user_stacklevel
-from jmpx._base.nnx_objects import is_object, nnx
+from jmpx._base.messages import check_runs_at_once, user_stacklevel
 from jmpx._base.stateful import (
     Arguments,
     Changes,
@@ -33,17 +29,17 @@ from jmpx._base.stateful import (
     PureFunction,
     apply,
     call,
+    is_object,
+    nnx,
 )
+from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
 from jmpx._jaxprs.gathers import summed_in_float32
-from jmpx._jaxprs.marks import Module
-from jmpx._jaxprs.scopes import RESTORE
+from jmpx._jaxprs.marks import RESTORE, Module
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, with_trial_rules
-from jmpx._policies.modules import marking_calls
-from jmpx._policies.registry import any_class_has_a_policy
-from jmpx._remat.checkpoints import Left
-from jmpx._remat.remat import keeping_less, messages_of, run_saved
+from jmpx._policies.registry import any_class_has_a_policy, marking_calls
+from jmpx._remat.remat import Left, keeping_less, messages_of, run_saved
 from jmpx._remat.saving import Saving, get_saving
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

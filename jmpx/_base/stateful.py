@@ -1,30 +1,118 @@
-"""Objects of Flax's NNX around a transformation: they are split before it, and updated after it.
-
-An object changes when it is used, which a function that JAX traces cannot do. NNX's own
-transformations split an object outside, use a copy inside, and update the object by the copy's new
-state. `call` does the same for the transformations of this package; what the call has changed comes
-out of the transformation as a pytree, `Changes`.
-"""
+"""Functions of NNX objects as pure ones, which hand out what changed."""
 
 import contextlib
 import dataclasses
+import functools
+import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
-from jmpx._base.casts import cast_like
-from jmpx._base.delayed import refuse_delayed
-from jmpx._base.leaves import PyTree, can_replace
-from jmpx._base.nnx_objects import (
-    Object,
-    has_objects,
-    is_object,
-    is_whole,
-    nnx,
-    objects_of,
-    replace_objects,
-)
+from jmpx._base.messages import refuse_delayed
+from jmpx._base.trees import PyTree, can_replace, cast_except, cast_like
+
+Object: TypeAlias = Any  # Flax may be missing, and its types with it.
+
+
+def nnx() -> Object:
+    """Returns the module `flax.nnx`, or None if the program has not imported it."""
+    return sys.modules.get("flax.nnx")
+
+
+def is_object(value: object) -> bool:
+    """Whether `value` is an object of NNX, which has an identity and may change."""
+    return nnx() is not None and isinstance(value, (nnx().Pytree, nnx().Variable))
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an object or an `nnx.State`, in which no other objects are searched."""
+    return is_object(value) or (nnx() is not None and isinstance(value, nnx().State))
+
+
+def holds_objects(tree: PyTree) -> bool:
+    """Whether a pytree holds an object, other than in an `nnx.State`."""
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_whole)))
+
+
+def _opened(leaf: PyTree) -> tuple[list[PyTree], Callable[[list[PyTree]], PyTree]]:
+    """Returns what a bound method, a partial or another callable holds, and how to put it back."""
+    if isinstance(leaf, types.MethodType):
+        return [leaf.__self__], lambda parts: _bound(leaf.__func__, *parts)
+    if isinstance(leaf, functools.partial):
+        tree = leaf.func, leaf.args, leaf.keywords
+        parts, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
+        return parts, lambda parts: _partial(*treedef.unflatten(parts))
+    if callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=is_whole):
+        parts, treedef = jax.tree.flatten(leaf, is_leaf=is_whole)
+        return parts, treedef.unflatten
+    return [], lambda _: leaf
+
+
+def _partial(func: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    return functools.partial(func, *args, **kwargs)
+
+
+def _bound(func: Callable[..., PyTree], owner: Object) -> PyTree:
+    """Returns a method bound to an object, that of its proxy class if the object is of one."""
+    name = getattr(func, "__name__", "")
+    if getattr(getattr(type(owner), name, None), "__wrapped__", None) is func:
+        return getattr(owner, name)
+    return types.MethodType(func, owner)
+
+
+def objects_of(leaf: PyTree) -> Iterator[Object]:
+    """Yields `leaf` if it is an object, and those that it is a bound method or a partial of."""
+    if is_object(leaf):
+        yield leaf
+    else:
+        for part in _opened(leaf)[0]:
+            yield from objects_of(part)
+
+
+def has_objects(leaf: PyTree) -> bool:
+    """Whether `objects_of` yields any object."""
+    return next(objects_of(leaf), None) is not None
+
+
+def replace_objects(leaf: PyTree, copies: Iterator[Object]) -> PyTree:
+    """Returns `leaf` with copies in place of its objects, in the order of `objects_of`."""
+    if is_object(leaf):
+        return next(copies)
+    if not has_objects(leaf):
+        return leaf
+    parts, rebuild = _opened(leaf)
+    return rebuild([replace_objects(part, copies) for part in parts])
+
+
+def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+    """Makes a cast leave variables of NNX as they are, except for each `nnx.Param`.
+
+    They are state: running statistics, caches, counters. A rounded average would lose digits at
+    every step. Layers cast what they read of it to 16 bits themselves.
+    """
+
+    def spared(tree: PyTree) -> PyTree:
+        # Copies may change in a trace in which the caller's own variables may not.
+        return cast_except(cast, jax.tree.map(lambda leaf: leaf, tree), is_kept)
+
+    return spared
+
+
+def is_kept(value: object) -> bool:
+    """Whether `value` is a variable other than an `nnx.Param`: state, which is never cast."""
+    is_variable = nnx() is not None and isinstance(value, nnx().Variable)
+    return is_variable and not isinstance(value, nnx().Param)
+
+
+# Objects of Flax's NNX around a transformation: they are split before it, and updated after it.
+#
+# An object changes when it is used, which a function that JAX traces cannot do. NNX's own
+# transformations split an object outside, use a copy inside, and update the object by the copy's
+# new state. `call` does the same for the transformations of this package; what the call has changed
+# comes out of the transformation as a pytree, `Changes`.
+
 
 R = TypeVar("R")
 _CONTEXT = "jmpx"  # the tag of our contexts in `nnx.update_context`

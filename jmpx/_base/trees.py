@@ -1,27 +1,219 @@
-"""Pytrees as a whole: whether all of one is finite, and a selection between two by a flag."""
+"""Pytrees: which leaves are arrays, casts of them, selections, and their export."""
 
+import contextlib
+import functools
 import itertools
+import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias, TypeVar
+from numbers import Integral
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import (
-    ARRAYS,
-    NUMBERS,
-    PyTree,
-    is_array,
-    is_floating,
-    is_inexact_array,
-    is_traceable,
-    spell,
-)
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
+
+PyTree: TypeAlias = Any  # JAX has no public type of pytrees.
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+
+ARRAYS = (jax.Array, np.ndarray, np.generic)
+NUMBERS = (bool, int, float, complex)
+
+
+def is_none(node: object) -> bool:
+    """Whether `node` is None; as an `is_leaf` it keeps None in the leaves of a pytree."""
+    return node is None
+
+
+def is_array(leaf: object) -> TypeGuard[Array]:
+    """Whether `leaf` is a JAX array, a tracer, a NumPy array or a NumPy scalar."""
+    return isinstance(leaf, ARRAYS)
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether `leaf` is an array or a `jax.ShapeDtypeStruct` of a real floating dtype.
+
+    Casts change these leaves and no others: a NumPy scalar such as `np.float32(1)`, but not a
+    Python number, which has no dtype: JAX lets it take that of the other operand.
+    """
+    return isinstance(leaf, (*ARRAYS, jax.ShapeDtypeStruct)) and is_floating_dtype(leaf.dtype)
+
+
+@functools.cache
+def is_floating_dtype(dtype: np.dtype) -> bool:
+    """Whether `dtype` is a real floating dtype: bfloat16 and float8 are, complex64 is not."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_inexact_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number]:
+    """Whether `leaf` is an array that JAX can differentiate: floating or complex."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number | np.bool_]:
+    """Whether `leaf` is an array that JAX can hold.
+
+    JAX cannot hold NumPy's text, dates, objects and long doubles, nor float0, the dtype of the
+    gradients of integers.
+    """
+    return isinstance(leaf, jax.Array) or (
+        is_array(leaf)
+        and leaf.dtype.type not in (np.longdouble, np.clongdouble, np.timedelta64)
+        and any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_))
+    )
+
+
+def can_replace(new: PyTree, old: PyTree) -> bool:
+    """Whether a loop that carries the leaf `old` can carry `new` next.
+
+    An array may have other values, in its shape and dtype; any other leaf must be the same.
+    """
+    if is_traceable(new) and is_traceable(old):
+        return (new.shape, new.dtype) == (old.shape, old.dtype)
+    return new is old or (type(new) is type(old) and np.array_equal(new, old))
+
+
+def is_view(node: object) -> bool:
+    """Whether `node` is a view of a module; adapters mark the classes of views."""
+    return hasattr(type(node), "__jmpx_view__")
+
+
+def spell(leaf: object) -> str:
+    """Returns a leaf as error messages name it: an array as `float32[2, 3]`."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` is a whole number of Python or NumPy, other than a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# Casts of pytrees: floating leaves change their dtype, all other leaves pass untouched.
+
 
 T = TypeVar("T")
+FloatingT = TypeVar("FloatingT", bound=Array | jax.ShapeDtypeStruct)
+
+
+def at_least_float32(leaf: FloatingT) -> FloatingT:
+    """Returns a floating leaf of 8 or 16 bits in float32, and a wider one as it is."""
+    return _cast_leaf(leaf, np.dtype(np.float32)) if leaf.dtype.itemsize < 4 else leaf
+
+
+def _cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype, weak_type=False)
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf.astype(dtype)
+    if isinstance(leaf, jax.Array):
+        # While tracing, cast closed-over arrays at once instead of staging a cast.
+        with jax.ensure_compile_time_eval():
+            return leaf.astype(dtype)
+    with np.errstate(all="ignore"):  # As in JAX, 1e6 silently becomes inf in float16.
+        return leaf.astype(dtype)
+
+
+def cast_tree(tree: T, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of a pytree.
+
+    Follows JMP and MPX (arXiv 2507.03312, section 3.1). JAX arrays, NumPy arrays and scalars,
+    tracers and `jax.ShapeDtypeStruct` of floating dtype are cast. Integers, bools, complex
+    numbers, PRNG keys, Python scalars, strings, functions and None pass untouched.
+
+    Args:
+        tree: any pytree.
+        dtype: the dtype to cast to: a name, a `np.dtype` or a scalar type.
+
+    Returns:
+        The same tree, its floating leaves of the same shapes in `dtype`. A leaf that already is in
+        `dtype` is returned as the same object.
+
+    Raises:
+        TypeError: if `dtype` is not a dtype.
+        ValueError: if `dtype` is not a floating dtype, or is float64 while JAX's 64-bit types are
+            disabled.
+
+    Example:
+        >>> import jax.numpy as jnp, jmpx
+        >>> tree = jmpx.cast_tree({"w": jnp.ones(2), "step": jnp.arange(2)}, jnp.bfloat16)
+        >>> tree["w"].dtype.name, tree["step"].dtype.name
+        ('bfloat16', 'int32')
+    """
+    dtype = as_dtype(dtype)
+    check_enabled(dtype)
+    numpy_dtype = np.dtype(dtype)
+    return jax.tree.map(lambda leaf: _cast_leaf(leaf, numpy_dtype), tree)
+
+
+def cast_like(new: T, old: PyTree) -> T:
+    """Returns `new` in the dtype of the leaf `old` that it replaces, if both are floating."""
+    return cast_tree(new, old.dtype) if is_floating(old) else new
+
+
+def holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Whether every number of a floating dtype is one of another; other dtypes hold their own."""
+    if wide == narrow or not all(jnp.issubdtype(each, jnp.floating) for each in (wide, narrow)):
+        return wide == narrow
+    new, old = jnp.finfo(wide), jnp.finfo(narrow)
+    return (
+        new.nmant >= old.nmant
+        and float(new.max) >= float(old.max)
+        and float(new.smallest_subnormal) <= float(old.smallest_subnormal)
+    )
+
+
+def cast_except(cast: Callable[[PyTree], PyTree], tree: T, passes: Callable[[object], bool]) -> T:
+    """Casts a pytree except for the nodes that pass as they are."""
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
+    if not any(map(passes, nodes)):
+        return cast(tree)
+    others = treedef.unflatten([None if passes(node) else node for node in nodes])
+    pairs = zip(nodes, treedef.flatten_up_to(cast(others)), strict=True)
+    return treedef.unflatten([node if passes(node) else new for node, new in pairs])
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating leaves of a pytree to float32; see `cast_tree`. JMP's name.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in float32.
+
+    Example:
+        >>> import numpy as np, jmpx
+        >>> jmpx.cast_to_full(np.ones(2, np.float16)).dtype.name
+        'float32'
+    """
+    return cast_tree(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`. JMP's name.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in bfloat16 on TPU, in float16 elsewhere.
+
+    Example:
+        >>> import numpy as np, jmpx
+        >>> jmpx.cast_to_half(np.ones(2, np.float32)).dtype == jmpx.half_dtype()
+        True
+    """
+    return cast_tree(tree, half_dtype())
+
+
+# Pytrees as a whole: whether all of one is finite, and a selection between two by a flag.
+
+
 Flag: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array  # a bool of shape (), traced or not
 AxisName: TypeAlias = Hashable | Sequence[Hashable]  # one mapped axis, or several
 
@@ -161,3 +353,29 @@ def _select_outside_jax(pred: Flag, path: Callable[[], str], a: PyTree, b: PyTre
         f"tree{path()}, which differ and which JAX cannot hold: select them "
         "outside of jax.jit, or leave them out of the trees."
     )
+
+
+# Classes of pytrees that `jax.export` serializes, as arguments or results of a step.
+
+
+ClassT = TypeVar("ClassT", bound=type)
+Configuration = Any  # what a node has beside its children
+
+
+def serialized(
+    cls: ClassT,
+    write: Callable[[Configuration], object] = lambda configuration: configuration,
+    read: Callable[[Any], Configuration] = lambda value: value,
+) -> ClassT:
+    """Lets `jax.export` serialize a class of pytrees, whose configuration is written as JSON."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    with contextlib.suppress(ValueError):  # A registration from before a module's reload stays.
+        if hasattr(cls, "_fields"):
+            return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=name,
+            serialize_auxdata=lambda configuration: json.dumps(write(configuration)).encode(),
+            deserialize_auxdata=lambda data: read(json.loads(data)),
+        )
+    return cls

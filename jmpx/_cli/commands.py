@@ -1,17 +1,180 @@
-"""The commands of `python -m jmpx`.
-
-Each takes the parsed arguments, prints what it finds, and returns the exit code. It raises a
-ValueError of one sentence if the program cannot be made, traced or run.
-"""
+"""The commands of `python -m jmpx`."""
 
 import argparse
+import importlib
+import os
 import sys
-from collections.abc import Callable
-from typing import TypeAlias
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias, TypeVar
 
-from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
-from jmpx._cli.targets import attempt, load
+from jmpx._base.trees import PyTree
+from jmpx._inspect.text import columns
+from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
+from jmpx._scales.kinds import LossScale, NoOpLossScale
+from jmpx._scales.strings import get_mixed_precision
+
+R = TypeVar("R")
+
+_LONGEST = 500  # of an error that becomes one line: some of JAX's have a sentence per array
+
+
+def load(target: str, flags: Sequence[str]) -> PyTree:
+    """Returns what the function that a target names returns; a ValueError says why it cannot.
+
+    `sys.argv` holds the flags of its program from here on, and absl, if that has flags of it,
+    parses them.
+    """
+    name, _, attribute = target.rpartition(":")
+    if not name or not attribute:
+        raise ValueError(
+            f"Expected MODULE:FUNCTION, got {target!r}: name a module or a .py file and, after a "
+            "colon, the function in it to call."
+        )
+    sys.argv = [name, *flags]
+    module: Any = attempt(f"Cannot import {name!r}", lambda: _import(name))
+    attempt(f"The flags of {name!r} after -- are wrong", lambda: _parse_flags(module))
+    return attempt(f"The function {target} failed", lambda: getattr(module, attribute)())
+
+
+def attempt(what: str, func: Callable[[], R]) -> R:
+    """Runs code of the user; an error of it becomes one line, with the line of the user's code."""
+    try:
+        return func()
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+        raise ValueError(
+            f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Returns where an error was raised, as the last line that is of no installed package."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.isfile(frame.filename) and not _is_installed(frame.filename):
+            return f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
+    return ""
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of jmpx, of Python, or of an installed package."""
+    paths = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    return file.startswith((os.path.dirname(os.path.dirname(__file__)), *paths))
+
+
+def _import(name: str) -> ModuleType:
+    """Imports a module; a script as Python would, with its folder before all others on the path."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = os.path.realpath(name)
+    if not os.path.isfile(path):
+        raise FileNotFoundError("there is no such file")
+    folder, file = os.path.split(path)
+    sys.path.insert(0, folder)
+    module = importlib.import_module(file.removesuffix(".py"))
+    if os.path.realpath(module.__file__ or "") != path:
+        raise ImportError(f"another module has the name {module.__name__!r}: {module.__file__}")
+    return module
+
+
+def _parse_flags(module: ModuleType) -> None:
+    """Parses `sys.argv` by absl, as `app.run` would, if the program defines flags of absl.
+
+    Libraries define flags of absl, too. If only these do, the program reads `sys.argv` by itself:
+    a flag that absl does not know is not an error then.
+    """
+    absl_flags = sys.modules.get("absl.flags")
+    if absl_flags is None:
+        return
+    by_module = absl_flags.FLAGS.flags_by_module_dict()
+    is_own = any(_is_of_program(name, module) for name in by_module if by_module[name])
+    absl_flags.FLAGS(sys.argv, known_only=not is_own)
+
+
+def _is_of_program(name: str, module: ModuleType) -> bool:
+    """Whether a module is of the same package as the program, or of no installed one."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_beside = name.partition(".")[0] == module.__name__.partition(".")[0]
+    return is_beside or not _is_installed(file)
+
+
+# What `python -m jmpx explain` prints: what a policy string means.
+
+
+def _explained(precision: str) -> list[str]:
+    """Returns the lines that tell what a policy string means; a ValueError if it is wrong."""
+    mixed = get_mixed_precision(precision)
+    policy_map = mixed.policy_map
+    why = "by= says so" if policy_map.by else "by=modules or by=arguments would say otherwise"
+    return [
+        *_map_lines(policy_map),
+        f"applied by: {policy_map.way} ({why})",
+        *_save_lines(policy_map.save),
+        _loss_scale_line(precision, mixed.loss_scale),
+    ]
+
+
+def _map_lines(policy_map: PolicyMap) -> list[str]:
+    """Returns a table of what each rule of a policy map sets or inherits."""
+    default, rules = policy_map.default, policy_map.rules
+    rows = [("default", given_fields(default))]
+    rows += [(rule.label, _fields_of(rule, default)) for rule in rules]
+    if policy_map.way == "operations":  # `o=` widens the results of the whole; others stay
+        for _, fields in rows[1:] if policy_map.writes_output else rows:
+            fields.pop("output", None)
+    shown = [key for key in ATTRIBUTES if any(fields.get(key) for _, fields in rows)]
+    cells = [[label, *(fields.get(key, "") for key in shown)] for label, fields in rows]
+    lines = columns([["", *shown], *cells])
+    if any("*" in value for _, fields in rows for value in fields.values()):
+        lines.append(
+            "* the compute dtype, or matmul, of what surrounds the call: here, of the default"
+        )
+    if any(rule.optional for rule in rules):
+        lines.append("? no warning where the rule matches nothing")
+    return lines
+
+
+def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
+    """Returns what holds where a rule matches, with a star where it is inherited from a call."""
+    rule = rule.spelled_out(default.compute_dtype)
+    fields = given_fields(rule.resolve(default, default))
+    inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
+    if rule.is_operation:  # it has no more than the rule says
+        return {key: fields[key] for key in ("compute", "matmul") if key not in inherited}
+    return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
+
+
+def _save_lines(save: str | None) -> list[str]:
+    """Returns the line that says what the backward pass keeps, where the policy map says it."""
+    if save is None:
+        return []
+    which = {
+        "products": "products, but none of two activations",
+        "products+mixed": "products, but not attention's scores",
+        "products+attention": "all products",
+    }[save]
+    return [f"backward pass: keeps the results of {which} (save={save})"]
+
+
+def _loss_scale_line(precision: str, loss_scale: LossScale) -> str:
+    """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
+    line, (_, _, text) = f"loss scale: {loss_scale}", precision.partition("|")
+    if text.partition(",")[0].strip().lower() not in ("", "auto"):
+        return line
+    which = "no policy computes" if isinstance(loss_scale, NoOpLossScale) else "a policy computes"
+    return f"{line} (auto: {which} in float16)"
+
+
+# The commands of `python -m jmpx`.
+#
+# Each takes the parsed arguments, prints what it finds, and returns the exit code. It raises a
+# ValueError of one sentence if the program cannot be made, traced or run.
+
 
 Program: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
@@ -20,15 +183,13 @@ _RETURNS = "a pair of a function and the tuple of its arguments, which may be sh
 
 def explain(given: argparse.Namespace) -> int:
     """Prints what a policy string means."""
-    from jmpx._cli.explain import explain  # here, as below: a command needs one of them
-
-    print(*explain(given.precision), sep="\n")
+    print(*_explained(given.precision), sep="\n")
     return 0
 
 
 def doctor(given: argparse.Namespace) -> int:
     """Prints what is installed and set here; the exit code is 1 if that does not fit together."""
-    from jmpx._cli.doctor import doctor
+    from jmpx._cli.doctor import doctor  # here, as below: a command needs one of them
 
     return doctor()
 

@@ -35,8 +35,8 @@ does, `blame` asks `first_nonfinite`, `plan` counts as `audit` and `hlo` do, and
 
 - `_adapters.applying` puts a function under a policy, and `_adapters.scopes` tells the policies
   under which modules run.
-- `_autocast.kinds`, `rules` and `products` know how an operation can run in float32, and
-  `_autocast.regions` knows which scopes a rule selects.
+- `_autocast.kinds` and `rules` know how an operation can run in float32, and `_autocast.value`
+  knows which scopes a rule selects.
 - `_remat.saving` knows which products a policy saves for the backward pass.
 
 The contracts in `pyproject.toml` hold both lists; no room but `_cli` imports this one.

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.emulate import LOW_DTYPES, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
@@ -25,8 +25,8 @@ from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import check_arrays, key_of, relative_error, run_widened, widened
 from jmpx._inspect.text import columns, count_text, error_text, short_names
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, stored
-from jmpx._jaxprs.places import Place
-from jmpx._jaxprs.types import Array, Jaxpr
+from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.marks import Array, Jaxpr
 
 _RESULT = "result"  # the scope of the results of the function
 _FEW = 8  # outputs without a pair that are shown

@@ -17,12 +17,13 @@ import numpy as np
 from jax import lax
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import SUMMED_IN_FLOAT32
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
-from jmpx._jaxprs import core, moves
+from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.equations import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
 LOW_DTYPES = ("bfloat16", "float16")
@@ -30,7 +31,7 @@ LOW_DTYPES = ("bfloat16", "float16")
 OPERAND_DTYPES = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
 _TF32 = "TF32_TF32_F32"  # multiplies with ten bits of mantissa and the exponents of float32
 # The results of these are 16-bit numbers if the operands are.
-_EXACT = moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS
+_EXACT = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS
 _EXACT |= set("select_n neg abs sign max min clamp floor ceil round sort".split())
 _EXACT |= {"reduce_max", "reduce_min"}
 

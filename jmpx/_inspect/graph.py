@@ -10,10 +10,9 @@ import numpy as np
 from jmpx._inspect.programs import Program
 from jmpx._inspect.where import modules_of, selector, where
 from jmpx._jaxprs.core import is_literal, operation_name, scope_within
+from jmpx._jaxprs.equations import Place, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import Module, split_policy
-from jmpx._jaxprs.places import Place, place_of
-from jmpx._jaxprs.types import Array, Atom, Aval, Equation, Jaxpr, NameStack
+from jmpx._jaxprs.marks import Array, Atom, Aval, Equation, Jaxpr, Module, NameStack, split_policy
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
@@ -22,12 +21,12 @@ class Value:
 
     aval: Aval
     kind: str  # `input`, `const` (an array that the function closes over), `literal` or `computed`
-    constant: Array | None = None  # of a constant or a literal: what it holds
+    constant: Array | None = None  # the numbers of a constant or a literal
     index: int = -1  # of an input: its number
     node: "Node | None" = None  # the one that computes it
     readers: "list[Node]" = dataclasses.field(default_factory=list)  # in the program's order
     is_output: bool = False
-    dtype: np.dtype = dataclasses.field(init=False)  # a boolean's for a token, which has none
+    dtype: np.dtype = dataclasses.field(init=False)  # bool for a token, which has no dtype
     shape: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class Node:
 
     @property
     def is_carry(self) -> bool:
-        """Whether it ties what the body of a loop returns to what it starts with."""
+        """Whether it joins the initial value of a loop and the one that the body returns."""
         return self.is_structure and self.name == "carry"
 
     @property
@@ -221,7 +220,7 @@ class _Builder:
         return node
 
     def equation(self, node: Node, operands: list[Value]) -> Sequence[Value]:
-        """Adds an equation, or those of the jaxprs that it runs, and returns its results."""
+        """Adds an equation, or the equations of its inner jaxprs, and returns its results."""
         outs = [var.aval for var in node.eqn.outvars]
         inner = inner_of(node.eqn, self.platform)
         if node.name == "platform_index":  # read by the cond that has a branch for each platform
@@ -243,7 +242,7 @@ class _Builder:
         return [self.tie("join", node, list(values), aval) for values, aval in columns]
 
     def loop(self, node: Node, inner: Inner, outs: Sequence[Aval]) -> list[Value]:
-        # The body runs once per trip; the node of the loop as often as what is around it.
+        # Nodes inside run once per trip, the node of the loop as often as its surroundings.
         inside = dataclasses.replace(
             node, times=node.times * (1 if inner.trips is None else inner.trips)
         )

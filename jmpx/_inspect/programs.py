@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
-from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.stateful import split
+from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds, is_backward
-from jmpx._jaxprs.types import Array, Jaxpr
+from jmpx._jaxprs.marks import Array, Jaxpr
 from jmpx._policies.maps import Rule, trial_rules
-from jmpx._policies.modules import call_marked
+from jmpx._policies.registry import call_marked
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jmpx._base.leaves import is_int
+from jmpx._base.trees import is_int
 from jmpx._inspect.text import columns
 
 
@@ -51,7 +51,7 @@ class Report:
     _version = 1
 
     def _blocks(self) -> Iterator[str | Table]:
-        """Yields what the report shows; empty texts are left out."""
+        """Yields texts and tables in order; empty texts are left out."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
+        """Returns the HTML, which notebooks show."""
         return self.to_html()
 
     def to_dict(self) -> dict[str, Any]:

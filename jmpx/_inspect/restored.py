@@ -9,11 +9,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import holds
-from jmpx._base.leaves import NUMBERS, PyTree, is_array, is_floating, is_traceable
 from jmpx._base.messages import describe
+from jmpx._base.trees import NUMBERS, PyTree, holds, is_array, is_floating, is_traceable
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
+from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
 # The bits of exponent and mantissa of the formats to which values may have been rounded.
 _FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}

@@ -15,14 +15,14 @@ from jax import lax
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.dtypes import is_dtype
-from jmpx._base.leaves import ARRAYS, PyTree, is_floating_dtype
+from jmpx._base.trees import ARRAYS, PyTree, is_floating_dtype
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.watched import SiteKey, constants, is_opaque
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, Params, operation_name
-from jmpx._jaxprs.structure import structure
-from jmpx._scales.dynamic import DynamicLossScale
+from jmpx._jaxprs.inner import structure
+from jmpx._scales.kinds import DynamicLossScale
 
 R = TypeVar("R")
 _FLOAT32 = np.dtype(np.float32)

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import at_least_float32
-from jmpx._base.exported import serialized
-from jmpx._base.leaves import PyTree, is_array, is_floating, spell
+from jmpx._base.trees import PyTree, at_least_float32, is_array, is_floating, serialized, spell
 from jmpx._inspect.reports import Report
 
 _NAMED_LEAVES = 5  # in a printed report

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.axes import as_whole, vary
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk

@@ -4,9 +4,17 @@ import functools
 import re
 from typing import NamedTuple
 
-from jmpx._jaxprs.marks import Module, is_own_name, module_of, split_policy, without_marks
-from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE, ROUNDED
-from jmpx._policies.rules import Rule
+from jmpx._jaxprs.marks import (
+    FULL_PRECISION,
+    RESTORE,
+    ROUNDED,
+    Module,
+    is_own_name,
+    module_of,
+    split_policy,
+    without_marks,
+)
+from jmpx._policies.maps import Rule
 
 _OWN = (FULL_PRECISION, RESTORE, ROUNDED)
 # JAX's own names in name stacks: the subscripts of an einsum, and the parts of a checkpoint.

@@ -14,11 +14,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.leaves import PyTree, is_traceable
+from jmpx._base.trees import PyTree, is_traceable
 from jmpx._jaxprs import extend
 from jmpx._jaxprs.extend import source_info_util as info
-from jmpx._jaxprs.marks import unmarked_stack
-from jmpx._jaxprs.types import (
+from jmpx._jaxprs.marks import (
     Array as Array,
     Atom as Atom,
     Aval as Aval,
@@ -28,6 +27,7 @@ from jmpx._jaxprs.types import (
     Primitive as Primitive,
     Scopes as Scopes,
     is_jaxpr,
+    unmarked_stack,
 )
 
 V = TypeVar("V")

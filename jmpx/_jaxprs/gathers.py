@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jmpx._base.contexts import fact, fact_set
-from jmpx._base.leaves import PyTree, is_floating_dtype
+from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._jaxprs.core import (
     Array,
     Aval,
@@ -32,9 +32,9 @@ from jmpx._jaxprs.core import (
     scan_counts_of,
     with_dtype,
 )
+from jmpx._jaxprs.equations import IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS
 from jmpx._jaxprs.inner import inner_of, once_per_jaxpr, walk
-from jmpx._jaxprs.moves import IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS
-from jmpx._jaxprs.types import Params, Primitive
+from jmpx._jaxprs.marks import Params, Primitive
 
 Bind = Callable[..., PyTree]
 Sources = frozenset[int]  # the operands of a jaxpr whose numbers an array in it holds

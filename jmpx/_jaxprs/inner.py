@@ -1,19 +1,27 @@
-"""The jaxprs that equations run, and the one walk through a jaxpr on values of any kind.
-
-A call, a branch, a loop and a map over shards hand their operands to the jaxprs that they hold, and
-hand out what these return, each in its own way. `inner_of` says how, for all versions of JAX.
-"""
+"""How equations run the jaxprs that they hold; searches from results backwards; equal programs."""
 
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 
-from jmpx._jaxprs.core import consts_of, inner_jaxprs, is_literal, last_uses, scan_counts
-from jmpx._jaxprs.types import Atom, Equation, Jaxpr
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import (
+    Params,
+    Scopes,
+    consts_of,
+    inner_jaxprs,
+    is_literal,
+    last_uses,
+    operation_name,
+    scan_counts,
+    stack_of,
+)
+from jmpx._jaxprs.marks import Atom, Equation, Jaxpr, is_jaxpr
 
 V = TypeVar("V")
 CHECKPOINT = "remat2"
@@ -174,3 +182,253 @@ def holds(eqn: Equation, test: Callable[[Equation], bool]) -> bool:
 def any_holds(jaxpr: Jaxpr, test: Callable[[Equation], bool]) -> bool:
     """Whether `holds` is true of an equation of a jaxpr."""
     return any(holds(eqn, test) for eqn in jaxpr.eqns)
+
+
+# Which variables of a jaxpr reach something, such as a product, found from its results backwards.
+#
+# A path goes through the jaxprs that equations hold, operand by operand, and a loop's carry through
+# all of its turns.
+
+
+CONVOLUTION = "conv_general_dilated"
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
+
+Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
+# Tells which operands of an equation reach it, given all variables that are found.
+Step: TypeAlias = Callable[[Equation, Collection[Atom]], Flags]
+# Returns the step for the equations of a jaxpr.
+Search: TypeAlias = Callable[[Jaxpr], Step]
+
+
+@once_per_jaxpr
+def find(jaxpr: Jaxpr, search: Search, results: Flags) -> frozenset[Atom]:
+    """Returns the variables of a jaxpr that reach what a search looks for.
+
+    The flags say which of its first results reach it outside; the others do not.
+    """
+    step, found = search(jaxpr), set[Atom]()
+
+    def add(atoms: Sequence[Atom], flags: Flags) -> None:
+        pairs = zip(atoms, flags, strict=False)
+        found.update(atom for atom, flag in pairs if flag and not core.is_literal(atom))
+
+    add(jaxpr.outvars, results)
+    for equation in reversed(jaxpr.eqns):
+        inner = inner_of(equation)
+        if inner is None:
+            add(equation.invars, step(equation, found))
+        else:
+            add(equation.invars, _through(search, equation, inner, found))
+    return frozenset(found)
+
+
+def variables(equation: Equation) -> list[Atom]:
+    """Returns the operands of an equation, without literals."""
+    return [atom for atom in equation.invars if not core.is_literal(atom)]
+
+
+def _through(search: Search, equation: Equation, inner: Inner, found: Collection[Atom]) -> Flags:
+    """Returns which operands of a call reach something."""
+    results = within(search, equation, found)
+    # Of a `lax.platform_dependent`, any branch may run: the program may be for another platform.
+    jaxprs = equation.params.get("branches", inner.jaxprs)
+    columns = zip(*(_inputs(search, jaxpr, results) for jaxpr in jaxprs), strict=True)
+    flags = tuple(map(any, columns))
+    if inner.condition is None:
+        return (False,) * inner.first + flags
+    cond = _inputs(search, inner.condition, ())
+    carry = zip(cond[inner.first :], flags[inner.consts :], strict=True)
+    return *cond[: inner.first], *flags[: inner.consts], *map(any, carry)
+
+
+def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
+    """Returns which results of the jaxpr that an equation holds reach something.
+
+    A loop reads what it carries in its next turn.
+    """
+    results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
+    while inner is not None:
+        read = _inputs(search, inner.jaxprs[0], results)[inner.consts : inner.consts + inner.carry]
+        carry = tuple(a or b for a, b in zip(read, results, strict=False))
+        if carry == results[: inner.carry]:
+            break
+        results = carry + results[inner.carry :]
+    return results
+
+
+def _inputs(search: Search, jaxpr: Jaxpr, results: Flags) -> Flags:
+    found = find(jaxpr, search, results)
+    return tuple(var in found for var in jaxpr.invars)
+
+
+def is_outer(equation: Equation) -> bool:
+    """Whether a matrix product sums nothing, as an outer product does."""
+    return equation.primitive.name == "dot_general" and not sums(equation.params, equation.invars)
+
+
+def sums(params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether a matrix product of some operands, or of their abstract values, sums anything."""
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = getattr(operands[0], "aval", operands[0]).shape
+    return any(shape[axis] != 1 for axis in contracted)
+
+
+def multiplied(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that reach a product."""
+    del jaxpr
+    return _multiplied
+
+
+def _multiplied(equation: Equation, found: Collection[Atom]) -> Flags:
+    is_read = any(var in found for var in equation.outvars)
+    if operation_name(equation.primitive.name) in PRODUCTS:
+        is_read |= not is_outer(equation)
+    else:
+        is_read |= any(find(j, multiplied, ()) for j in core.inner_jaxprs(equation.params))
+    return (is_read,) * len(equation.invars)
+
+
+# Pieces of a jaxpr: equations that run together, and what goes into them and comes out.
+
+
+class Piece(NamedTuple):
+    """Equations that run together."""
+
+    equations: list[Equation]  # in their order
+    inputs: list[Atom]  # the variables that they read, and others define
+    outputs: list[Atom]  # the variables that they define, and others read
+    last: list[Atom]  # the variables that nothing reads after them
+
+
+def split(jaxpr: Jaxpr, groups: Sequence[Sequence[int]]) -> list[Piece]:
+    """Returns the pieces that groups of the equations make, given their indices, in order."""
+    read = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    pieces = []
+    for indices in reversed(groups):
+        equations = [jaxpr.eqns[i] for i in indices]
+        defined = {var: None for equation in equations for var in equation.outvars}
+        used = {var: None for equation in equations for var in variables(equation)}
+        inputs = [var for var in used if var not in defined]
+        last = [var for var in (*inputs, *defined) if var not in read]
+        outputs = [var for var in defined if var in read]
+        pieces.append(Piece(equations, inputs, outputs, last))
+        read.update(inputs)
+    return pieces[::-1]
+
+
+def scopes_around(piece: Piece, stack_of: Callable[[Equation], Scopes] = stack_of) -> Scopes:
+    """Returns the scopes, as JAX keeps them, that are around all equations of a piece."""
+    first, *stacks = map(stack_of, piece.equations)
+    for stack in stacks:
+        if stack[: len(first)] != first:
+            pairs = zip(first, stack, strict=False)
+            first = tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return first
+
+
+# What a program does, as a key: programs that were traced apart share it if they do the same.
+
+
+def structure(jaxpr: Jaxpr) -> Hashable:
+    """Returns a key of a jaxpr: equal ones compute the same, given equal operands and constants.
+
+    The primitives, their parameters and contexts, inner jaxprs, abstract values, the numbers of
+    literals and how variables connect are part of it; scopes and lines are not, and of constants
+    only the abstract values. Where one inner jaxpr runs twice, it does so in all jaxprs of the key.
+
+    Functions with derivatives of their own differ only by the jaxpr that they run: JAX makes the
+    rules anew in each trace.
+
+    Raises:
+        TypeError: by `hash` of the key, if a parameter has no hash.
+    """
+    return _Keys(derivatives=False).jaxpr(jaxpr)
+
+
+def structure_of(
+    equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
+) -> Hashable:
+    """Returns the key of equations that read and return these variables; rules differ in it."""
+    return _Keys(derivatives=True).equations(equations, inputs, outputs)
+
+
+@once_per_jaxpr
+def kind(jaxpr: Jaxpr) -> Hashable:
+    """Returns `kind_of` the equations of a jaxpr."""
+    return kind_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
+
+
+def kind_of(
+    equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom], depth: int = 0
+) -> Hashable:
+    """Returns a key of equations: equal ones compute the same, at the same lines.
+
+    The constants and the derivatives of the functions in them are the same, too, and so are their
+    scopes, without marks and the first ones, as many as `depth` says. Where a parameter has no
+    hash, no other key is equal.
+    """
+    key = structure_of(equations, inputs, outputs), tuple(_places(equations, depth))
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
+def _places(equations: Sequence[Equation], depth: int = 0) -> Iterator[Hashable]:
+    """Yields the scopes and lines of equations, and of those in the jaxprs that they hold.
+
+    Also what identifies the constants of these jaxprs.
+    """
+    for eqn in equations:
+        yield stack_of(eqn)[depth:], eqn.source_info.traceback
+        for jaxpr in inner_jaxprs(eqn.params):
+            yield tuple(map(id, consts_of(jaxpr)))
+            yield from _places(jaxpr.eqns)
+
+
+class _Keys:
+    """Makes keys, and knows the inner jaxprs that it has met."""
+
+    def __init__(self, derivatives: bool) -> None:
+        self.derivatives = derivatives
+        self.met: dict[int, int] = {}
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        if id(jaxpr) in self.met:
+            return "again", self.met[id(jaxpr)]
+        self.met[id(jaxpr)] = len(self.met)
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        return len(consts_of(jaxpr)), self.equations(jaxpr.eqns, inputs, jaxpr.outvars)
+
+    def equations(
+        self, equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
+    ) -> Hashable:
+        numbers: dict[Atom, int] = {}
+
+        def atom(atom: Atom) -> Hashable:
+            if is_literal(atom):  # its bytes, as NaN does not equal itself, and 0.0 equals -0.0
+                return atom.aval, np.asarray(atom.val).dtype, np.asarray(atom.val).tobytes()
+            known = atom in numbers
+            number = numbers.setdefault(atom, len(numbers))
+            return number if known else (number, atom.aval)
+
+        first = tuple(map(atom, inputs))
+        rows = tuple(
+            (eqn.primitive, eqn.ctx, *map(atom, (*eqn.invars, *eqn.outvars)), self.params(eqn))
+            for eqn in equations
+        )
+        return first, rows, tuple(map(atom, outputs))
+
+    def params(self, eqn: Equation) -> Hashable:
+        inner = None if self.derivatives else inner_of(eqn)
+        if inner is not None and inner.kind == "call":
+            return self.jaxpr(inner.jaxprs[0])
+        return tuple((name, self.value(value)) for name, value in eqn.params.items())
+
+    def value(self, value: object) -> Hashable:
+        if type(value) is tuple:
+            return tuple(map(self.value, value))
+        if isinstance(value, np.generic):
+            return value.dtype, value.tobytes()
+        return self.jaxpr(value) if is_jaxpr(value) else value

@@ -1,21 +1,44 @@
-"""Marks: scopes that tell autocast which module an operation belongs to.
-
-A framework's scopes name at most a module's path. So while autocast traces a function, the adapters
-enter one more scope around each method call of a module: a mark, which stands for its class and
-path. Autocast reads the marks of the jaxpr, and leaves them out of the scopes of operations.
-"""
+"""Name stacks: JAX's types of them, marks of modules, and the scopes that autocast reads."""
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 
-from jmpx._base.contexts import traced_with_marks
-from jmpx._jaxprs.types import NameStack, Scopes
+from jmpx._base.contexts import AUTOCAST, fact_set, traced_with_marks
+from jmpx._base.matmul import as_matmul, matmul_precision
+from jmpx._base.messages import check_runs_at_once, refuse_delayed
+
+# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
+# one class; and the public type of an operand does not know that arrays have dtypes.
+Jaxpr: TypeAlias = Any
+Equation: TypeAlias = Any
+Atom: TypeAlias = Any  # an operand or a result of an equation: a variable or a literal
+Aval: TypeAlias = Any  # an abstract array: a shape, a dtype and more
+Primitive: TypeAlias = Any
+Array: TypeAlias = Any  # of JAX or NumPy, or what stands for one, such as a tracer
+Params: TypeAlias = dict[str, Any]  # the parameters of an equation
+NameStack: TypeAlias = Any
+Scopes: TypeAlias = tuple[Any, ...]  # what a name stack holds
+
+
+def is_jaxpr(value: object) -> bool:
+    """Whether something is a jaxpr, closed or open."""
+    return hasattr(value, "eqns")
+
+
+# Marks: scopes that tell autocast which module an operation belongs to.
+#
+# A framework's scopes name at most a module's path. So while autocast traces a function, the
+# adapters enter one more scope around each method call of a module: a mark, which stands for its
+# class and path. Autocast reads the marks of the jaxpr, and leaves them out of the scopes of
+# operations.
+
 
 _MARK = "jmpx.module:"
 _POLICY = "jmpx.policy:"  # begins the scope of an operation under autocast that is inspected
@@ -155,3 +178,85 @@ def unmarked_stack(stack: NameStack) -> NameStack:
     """Returns a name stack without marks, unless an outer autocast traces and reads them."""
     unmarked = tuple(scope for scope in stack.stack if not scope.name.startswith((_MARK, _POLICY)))
     return stack if _thread.is_marking else type(stack)(unmarked)
+
+
+# Named scopes that jmpx itself enters, and that autocast reads.
+
+
+FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
+ROUNDED = "jmpx.rounded_gradient"  # in it, a gradient that is rounded to 16 bits is widened
+RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+if TYPE_CHECKING:
+
+    class _Scope(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
+        """A context manager that is also a decorator."""
+
+
+@overload
+def full_precision(func: None = None, *, matmul: str | None = None) -> "_Scope": ...
+
+
+@overload
+def full_precision(func: _Function, *, matmul: str | None = None) -> _Function: ...
+
+
+def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = None) -> Any:
+    """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
+
+    A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
+    casts nothing by itself, holds through `jit`, loops and gradients, and takes precedence over all
+    rules of policy maps. An autocast that is called inside follows its own policy.
+
+    Args:
+        func: any callable; None for a context manager, or for a decorator with `matmul`.
+        matmul: the algorithm of the matrix products and convolutions that are traced inside and of
+            their gradients, under autocast and outside of it, a name that
+            `jax.default_matmul_precision` takes, in any case; None leaves it as it is. See
+            docs/matmul.md.
+
+    Returns:
+        A function with the signature of `func`, or a context manager.
+
+    Raises:
+        TypeError: if `func` is not callable, or `matmul` is not a string.
+        ValueError: if the algorithm is unknown.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmpx
+        >>> @jmpx.autocast
+        ... def f(x):
+        ...     with jmpx.full_precision(matmul="highest"):
+        ...         return x @ x
+        >>> x = jnp.eye(2) * (1 + 2**-12)  # bfloat16 would round it to 1
+        >>> bool(f(x)[0, 0] > 1)
+        True
+    """
+    matmul = as_matmul(matmul)
+    if func is None:
+        return _full_precision(matmul)
+    if not callable(func):
+        raise TypeError(
+            f"Expected a function to wrap, got {func!r}: pass the callable itself, and the name of "
+            "an algorithm as matmul=."
+        )
+    check_runs_at_once(func)
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _full_precision(matmul):
+            return refuse_delayed(func(*args, **kwargs))
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _full_precision(matmul: str | None) -> Iterator[None]:
+    # An autocast that is called inside has an effect, also if one of the same policies is around.
+    with jax.named_scope(FULL_PRECISION), matmul_precision(matmul), fact_set(AUTOCAST, None):
+        yield

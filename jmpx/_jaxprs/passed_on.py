@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import cast_like, holds
-from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction
+from jmpx._base.trees import PyTree, cast_like, holds
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, enclosing_bodies, trace
+from jmpx._jaxprs.equations import IDENTITIES, PLACEMENTS
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.moves import IDENTITIES, PLACEMENTS
 
 State: TypeAlias = list[Leaf]
 Run: TypeAlias = Callable[[PureFunction, State, Arguments, Keywords], tuple[PyTree, Changes]]

@@ -9,12 +9,12 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 from jmpx._base.contexts import Hook
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 # The package of a framework -> the file of its adapter. An adapter is imported after its framework
 # and never before, so that jmpx imports no framework by itself.
 _ADAPTERS = {
-    "haiku": "jmpx._adapters.haiku.adapter",
+    "haiku": "jmpx._adapters.haiku",
     "equinox": "jmpx._adapters.equinox.adapter",
-    "flax.linen": "jmpx._adapters.linen.adapter",
+    "flax.linen": "jmpx._adapters.linen",
     "flax.nnx": "jmpx._adapters.nnx.adapter",
 }
 
@@ -128,9 +128,10 @@ class Adapter:
         """Casts, while the context lasts, what modules are called with, if calls are reported."""
         return contextlib.nullcontext()
 
-    def views(self, policy_map: PolicyMap) -> Proxies | None:
+    def views(self, policy_map: PolicyMap, objects: Sequence[PyTree]) -> Proxies | None:
         """Returns what makes views of the modules in pytrees; None if they cannot be found.
 
+        `objects` are the objects of NNX among the arguments, which have been looked for already.
         A view of this policy map stays as it is, and so do optimizer states. Train states are
         searched for models, so that the paths of rules begin at each model.
         """

@@ -19,9 +19,8 @@ from jmpx._base.mappings import (
     whole_text,
 )
 from jmpx._base.messages import did_you_mean
-from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike
+from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector
 from jmpx._policies.policy import Policy
-from jmpx._policies.rules import Rule, is_selector
 from jmpx._policies.strings import (
     BARE,
     ELSEWHERE,

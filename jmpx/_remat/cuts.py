@@ -1,4 +1,4 @@
-"""Where to cut a jaxpr: where few arrays live, so that little has to be saved."""
+"""Where a function is cut into pieces, each of which is checkpointed."""
 
 import enum
 import itertools
@@ -6,13 +6,15 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from jmpx._base.leaves import is_floating_dtype
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.trees import is_floating_dtype
 from jmpx._jaxprs import core
-from jmpx._jaxprs.backward import variables
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import once_per_jaxpr
-from jmpx._remat.residuals import keeps_residuals
-from jmpx._remat.saving import Saving, holds_product, is_named, length
+from jmpx._jaxprs.inner import CHANGEABLE, CHECKPOINT, once_per_jaxpr, variables
+from jmpx._jaxprs.rewriting import casting, new_variable, renamed, replaced, with_jaxprs
+from jmpx._remat.saving import Saving, holds_product, holds_saved, is_named, keeps_residuals, length
 
 # A part with more products than this has more than one block of a model, as a decoder has, in
 # which the encoder's output lives all along.
@@ -262,3 +264,171 @@ def _cuts(
             counting = [life for life in lives if 2 * sum(map(life.is_at, part)) < len(part)]
             if len(counting) < len(lives):
                 yield from _cuts(part, counting, _alive(len(alive) - 1, counting))
+
+
+# The pieces of a jaxpr that run under one `jax.checkpoint` each.
+
+
+# Their jaxprs are cut as the one around them is.
+CUT_INSIDE = CHANGEABLE - {CHECKPOINT}
+_NOT_DIFFERENTIATED = "while"
+# It does not matter if an equation with such an effect runs twice or later.
+_HARMLESS = frozenset({"NamedAxisEffect"})
+
+
+class Group(NamedTuple):
+    """Equations of a piece, by their indices."""
+
+    role: Role  # of all its equations; `PRODUCT` has it checkpointed
+    indices: Sequence[int]
+    inside: Saving  # what is saved in the jaxprs of an equation that is `INSIDE`
+
+
+def inside_of(equation: Equation, saving: Saving, active: Collection[Atom]) -> Saving | None:
+    """Returns what is saved in the jaxprs of an equation, which get its last operands.
+
+    None for an equation whose jaxprs are not to be changed.
+    """
+    if equation.primitive.name not in CUT_INSIDE:
+        return None
+    flags = [not core.is_literal(atom) and atom in active for atom in equation.invars]
+    if equation.primitive.name != "scan":
+        return saving._replace(activations=tuple(flags))
+    consts, carry = core.scan_counts(equation)
+    flags[consts : consts + carry] = [True] * carry
+    turns = max(saving.turns, 1) * length(equation.params["length"])
+    return saving._replace(turns=turns, activations=tuple(flags))
+
+
+@once_per_jaxpr
+def find_groups(jaxpr: Jaxpr, saving: Saving) -> list[Group]:
+    """Returns the groups of the equations of a jaxpr, cut where little lives, in their order."""
+    active, named = find_activations(jaxpr, saving)
+    inside = [inside_of(equation, saving, active) for equation in jaxpr.eqns]
+    pairs = enumerate(zip(jaxpr.eqns, inside, strict=True))
+    roles = [Role.PRODUCT if i in named else _role(eqn, saving, to) for i, (eqn, to) in pairs]
+    lives = find_lives(jaxpr.eqns, roles, active)
+    head = find_head(jaxpr, roles, lives[0], active)
+    cuts = set()
+    if head is not None:  # it is in no piece, and what it reads ends the last one
+        roles[head] = Role.ORDINARY
+        cuts.add(head)
+    cuts |= find_cuts(jaxpr.eqns, roles, lives, saving)
+    groups = _grouped(roles, cuts)
+    return [Group(role, group, inside[group[0]] or saving) for role, group in groups]
+
+
+def _has_pieces(jaxpr: Jaxpr, saving: Saving) -> bool:
+    """Whether a jaxpr has more than one piece, or one that cannot join the equations around it."""
+    roles = [group.role for group in find_groups(jaxpr, saving)]
+    return Role.INSIDE in roles or Role.LEFT in roles or roles.count(Role.PRODUCT) > 1
+
+
+def _role(equation: Equation, saving: Saving, inside: Saving | None) -> Role:
+    name, is_holder = equation.primitive.name, holds_saved(equation, saving)
+    has_effect = any(type(effect).__name__ not in _HARMLESS for effect in equation.effects)
+    if has_effect and not equation.outvars:
+        return Role.LATER
+    if not (has_effect or is_holder):
+        return Role.ORDINARY
+    if inside is not None:
+        jaxprs = core.inner_jaxprs(equation.params)
+        is_cut = has_effect or name == "scan" or any(_has_pieces(each, inside) for each in jaxprs)
+        return Role.INSIDE if is_cut else Role.PRODUCT
+    if name == _NOT_DIFFERENTIATED or not is_holder:
+        return Role.ALONE
+    return Role.LEFT if has_effect or name == CHECKPOINT else Role.PRODUCT
+
+
+def _grouped(roles: Sequence[Role], cuts: Collection[int]) -> Iterator[tuple[Role, Sequence[int]]]:
+    """Yields groups of the equations between cuts, and those that are alone."""
+    alone = [i for i, role in enumerate(roles) if role in SINGLE]
+    ends = sorted({0, *cuts, *alone, *(i + 1 for i in alone), len(roles)})
+    for start, end in itertools.pairwise(ends):
+        if roles[start] in SINGLE:
+            yield roles[start], [start]
+        else:
+            yield from _together(range(start, end), roles)
+
+
+def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[Role, list[int]]]:
+    """Yields the groups that equations make: one, and what has effects in it after it."""
+    now = [i for i in indices if roles[i] is not Role.LATER]
+    later = [i for i in indices if roles[i] is Role.LATER]
+    if now:
+        yield Role.PRODUCT if any(roles[i] is Role.PRODUCT for i in now) else Role.ORDINARY, now
+    if later:
+        yield Role.LATER, later
+
+
+# Casts of inputs, moved to what reads them: so a piece casts an input again, and keeps no copy.
+#
+# By arguments, all parameters are cast before anything reads them. If the casts stayed there, each
+# of the 16-bit copies would live until the backward pass of its layer. What two equations read is
+# cast twice, so that its cotangents are summed in its own dtype, as by operations.
+
+
+def sunk(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr in which casts of its inputs stand before each of their readers, or in them.
+
+    A cast moves into the jaxpr of an equation that reads it. Those of a scan's constants do not:
+    their cotangents would be summed in another dtype, turn by turn.
+    """
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    casts: dict[Atom, Equation] = {}  # by their results
+    eqns: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        if _is_cast(eqn) and eqn.invars[0] in inputs:
+            casts[eqn.outvars[0]] = eqn
+            continue
+        read = {i: a for i, a in enumerate(eqn.invars) if not core.is_literal(a) and a in casts}
+        inside = {i: casts[atom] for i, atom in read.items() if _takes(eqn, i)}
+        outside = {atom: new_variable(atom.aval) for i, atom in read.items() if i not in inside}
+        for atom, new in outside.items():
+            cast = casts[atom].replace(outvars=[new])
+            # In the scopes of the reader, so that layers stay alike.
+            eqns.append(core.with_stack(cast, core.marked_stack_of(eqn)))
+        if outside:
+            eqn = eqn.replace(invars=renamed(eqn.invars, outside))
+        eqns.append(_casting(eqn, inside) if inside else eqn)
+    returned = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
+    eqns += (cast for var, cast in casts.items() if var in returned)
+    return replaced(jaxpr, eqns=eqns) if casts else jaxpr
+
+
+def _is_cast(eqn: Equation) -> bool:
+    """Whether an equation casts a variable to another floating dtype."""
+    if eqn.primitive.name != "convert_element_type" or not variables(eqn):
+        return False
+    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    is_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return is_floating and dtypes[0] != dtypes[1] and eqn.params.get("sharding") is None
+
+
+def _takes(eqn: Equation, i: int) -> bool:
+    """Whether a cast of an operand may move into the jaxpr of an equation."""
+    if eqn.primitive.name == "scan":
+        return i >= sum(core.scan_counts(eqn))
+    return eqn.primitive.name in CUT_INSIDE and i >= (eqn.primitive.name == "cond")
+
+
+def _casting(eqn: Equation, casts: dict[int, Equation]) -> Equation:
+    """Returns an equation whose jaxprs cast some of its operands."""
+    operands = list(eqn.invars)
+    for i, cast in casts.items():
+        operands[i] = cast.invars[0]
+    first = int(eqn.primitive.name == "cond")  # whose first operand chooses a branch
+    wide = tuple((i - first, cast.invars[0].aval.dtype) for i, cast in casts.items())
+    params = with_jaxprs(eqn.params, lambda jaxpr: _taking(jaxpr, wide))
+    return eqn.replace(invars=operands, params=params)
+
+
+@once_per_jaxpr
+def _taking(jaxpr: Jaxpr, wide: Sequence[tuple[int, np.dtype]]) -> Jaxpr:
+    """Returns a jaxpr that takes some operands in other dtypes, and casts them."""
+    invars, casts = list(jaxpr.invars), list[Equation]()
+    for i, dtype in wide:
+        var = invars[i]
+        invars[i] = new_variable(core.with_dtype(var.aval, dtype))
+        casts.append(casting(invars[i], var))
+    return replaced(jaxpr, invars=invars, eqns=[*casts, *jaxpr.eqns])

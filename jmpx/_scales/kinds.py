@@ -1,23 +1,265 @@
-"""The loss scales that never change, and what all three are in a train step.
-
-All arithmetic is in float32 or float64, never in 16 bits. Every scale is between 2**-126 and
-2**126: there the reciprocal is a normal float32 number too, so that one product undoes the scale.
-"""
+"""The loss scales: none, static and dynamic."""
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Union, runtime_checkable
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, Union, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpx._base.exported import serialized
-from jmpx._base.trees import Flag
-from jmpx._scales.arguments import LOWEST_SCALE, STATIC, check_number
-from jmpx._scales.dynamic import DynamicLossScale
-from jmpx._scales.flax_states import register_with_flax
-from jmpx._scales.numbers import shortest
-from jmpx._scales.scaling import Scaling
+from jmpx._base.messages import user_stacklevel
+from jmpx._base.trees import Array, Flag, as_flag, is_array, is_floating, serialized
+from jmpx._scales.scaling import (
+    DYNAMIC,
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    STATIC,
+    Scaling,
+    as_leaf,
+    check_number,
+    concrete_leaf,
+    plain_number,
+    register_with_flax,
+    shortest,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(Scaling):
+    """A loss scale that grows while gradients are finite and shrinks when they are not.
+
+    After every `period` finite steps, `factor` multiplies the scale. After an overflow, a step with
+    non-finite gradients, `backoff_factor` does; with `hysteresis`, only if enough steps before it
+    overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments
+    (Micikevicius et al., arXiv 1710.03740).
+
+    As a pytree, its leaves are `loss_scale` and `counter`. The other arguments are configuration,
+    so a checkpoint restores two numbers into a template that keeps its configuration. A restored
+    scale beyond the template's bounds counts as the nearer bound.
+
+    Args:
+        loss_scale: the initial factor: a number or an array of shape (), of any dtype. It is kept
+            between the two bounds below, as a float32 that is not weakly typed; a number becomes a
+            NumPy array, so that no backend starts. An integer array is converted with a warning.
+            Other objects, such as a `jax.ShapeDtypeStruct` or a sharding, stay as they are.
+        counter: finite steps since the scale last changed or a step overflowed; below 0, overflows
+            in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
+        period: finite steps from one growth to the next.
+        factor: what the scale is multiplied by when it grows, up to 2**126.
+        min_loss_scale: the smallest scale: it may be below 1, but not below 2**-126.
+        max_loss_scale: the largest scale, at most 2**126. None means 2**126.
+        backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
+            means 1 / `factor`.
+        hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
+            shrinks it again; a finite step ends the row. Every overflow restarts the count of
+            finite steps, even if the scale stays.
+
+    Raises:
+        TypeError: if a configuration value is traced or not a number.
+        ValueError: if a number is out of its range.
+
+    Example:
+        >>> import jmpx
+        >>> loss_scale = jmpx.DynamicLossScale(2**15, period=2)
+        >>> print(loss_scale.adjust(False), loss_scale.adjust(True).adjust(True))
+        dynamic,init=16384,period=2 dynamic,init=65536,period=2
+    """
+
+    __module__ = "jmpx"
+    _kind: ClassVar[str] = "dynamic"
+
+    # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
+    loss_scale: Any = 2**15
+    counter: Any = 0
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    max_loss_scale: float | None = None
+    backoff_factor: float | None = None
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            if is_array(value) and jnp.issubdtype(value.dtype, jnp.integer):  # JMP's warning
+                warnings.warn(
+                    f"Expected floating type for {name}, got {value.dtype}: it is converted.",
+                    stacklevel=user_stacklevel(),
+                )
+        for argument in DYNAMIC.values():
+            value = getattr(self, argument.name)
+            if argument.name not in LEAVES and (value is not None or argument.name not in _MAYBE):
+                number = check_number(argument, value, f"DynamicLossScale.{argument.name}")
+                self._set(argument.name, number)
+        self._check()
+        scale = as_leaf(self.loss_scale, np.float32, DYNAMIC["init"])
+        self._set("loss_scale", self._clip(scale) if is_array(scale) else scale)
+        counter = as_leaf(self.counter, np.int32, DYNAMIC["counter"])
+        if isinstance(counter, np.ndarray):
+            counter = np.asarray(np.maximum(counter, np.int32(1 - self.hysteresis)))
+        self._set("counter", counter)
+        register_with_flax(type(self), LEAVES)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        """Refuses arguments that contradict each other."""
+        if self.factor == 1 and self.backoff_factor is None:
+            raise ValueError(
+                "Expected a factor above 1 where backoff_factor is left out, which is 1 / factor "
+                "then, so that the scale could not shrink: give one of the two."
+            )
+        low, high = self._bounds
+        if low > high:
+            raise ValueError(
+                f"Expected max_loss_scale to be at least min_loss_scale, got "
+                f"{self.max_loss_scale} and {self.min_loss_scale}: swap them, or leave one out."
+            )
+
+    @property
+    def _backoff(self) -> float:
+        """What the scale is multiplied by when it shrinks."""
+        # XLA turns some divisions by a constant into products, so that a compiled step would shrink
+        # the scale to another number than an eager one. A product is the same in every program.
+        return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """The smallest and the largest scale."""
+        high = HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
+        return max(self.min_loss_scale, LOWEST_SCALE), min(high, HIGHEST_SCALE)
+
+    def _clip(self, scale: Array) -> jax.Array | np.ndarray:
+        low, high = map(np.float32, self._bounds)
+        if isinstance(scale, jax.Array):
+            return jnp.minimum(jnp.maximum(scale, low), high)
+        return np.asarray(np.minimum(np.maximum(scale, low), high))
+
+    @property
+    def _effective_scale(self) -> jax.Array | np.ndarray:
+        """The scale clipped to its bounds, so that one multiplication undoes it."""
+        # The constructor clips, too; a scale that a checkpoint restored has not been through it.
+        if jnp.ndim(self.loss_scale) != 0:
+            raise ValueError(
+                f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
+                "stack of loss scales with jax.vmap."
+            )
+        return self._clip(as_leaf(self.loss_scale, np.float32, DYNAMIC["init"]))
+
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns the loss scale of the next step, of the same configuration.
+
+        Args:
+            grads_finite: whether this step's gradients were finite: a Python bool or a bool array
+                of shape (), traced or not.
+
+        Raises:
+            TypeError: if `grads_finite` is not a scalar bool.
+            ValueError: if the scale is a stack of scales outside `jax.vmap`.
+        """
+        finite = as_flag(grads_finite, "grads_finite")
+        scale = jnp.asarray(self._effective_scale)
+        grown = scale * float(self.factor)
+        shrunk = scale * self._backoff
+        due = self._finite_steps >= self.period - 1
+        if self.hysteresis != 1:
+            shrunk = jnp.where(self._overflows >= self.hysteresis - 1, shrunk, scale)
+        return dataclasses.replace(  # Its constructor clips the scale.
+            self,
+            loss_scale=jnp.where(finite, jnp.where(due, grown, scale), shrunk),
+            counter=self._count(finite, due),
+        )
+
+    @property
+    def _finite_steps(self) -> jax.Array:
+        """How many finite steps came since the scale last changed or a step overflowed."""
+        return jnp.asarray(self.counter) if self.hysteresis == 1 else jnp.maximum(self.counter, 0)
+
+    @property
+    def _overflows(self) -> jax.Array:
+        """How many overflows came in a row."""
+        return jnp.maximum(-self.counter, 0)
+
+    def _count(self, finite: jax.Array, due: jax.Array) -> jax.Array:
+        """Returns the counter of the next step."""
+        if self.hysteresis == 1:
+            return jnp.where(finite & ~due, self.counter + 1, 0)
+        # A full row stays one overflow short of its length, so that the next one shrinks, too.
+        overflows = jnp.minimum(self._overflows + 1, self.hysteresis - 1)
+        return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
+
+    def _numbers(self) -> dict[str, int | float]:
+        leaf, counter = (concrete_leaf(getattr(self, name), name) for name in LEAVES)
+        scale = np.float32(self._clip(leaf.astype(np.float32)))
+        if not np.isfinite(scale):
+            raise TypeError(
+                f"Expected loss_scale of the loss scale to be finite, got {scale}: restore another "
+                "one."
+            )
+        values = {key: getattr(self, argument.name) for key, argument in DYNAMIC.items()}
+        values |= {"init": shortest(scale), "counter": int(counter)}
+        defaults = {field.name: field.default for field in dataclasses.fields(DynamicLossScale)}
+        return {
+            key: plain_number(value)
+            for key, value in values.items()
+            if key == "init" or value != defaults[DYNAMIC[key].name]
+        }
+
+
+LEAVES = ("loss_scale", "counter")
+_MAYBE = ("max_loss_scale", "backoff_factor")  # may be None
+_CONFIGURATION = tuple(
+    field.name for field in dataclasses.fields(DynamicLossScale) if field.name not in LEAVES
+)
+
+
+def _flatten(scale: DynamicLossScale) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    leaves = tuple(getattr(scale, name) for name in LEAVES)
+    return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
+
+
+def _flatten_with_keys(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
+    leaves, configuration = _flatten(scale)
+    return [*zip(map(jax.tree_util.GetAttrKey, LEAVES), leaves, strict=True)], configuration
+
+
+ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
+
+
+def _unflatten(
+    cls: type[ScaleT], configuration: tuple[object, ...], leaves: Iterable[object]
+) -> ScaleT:
+    # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
+    # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
+    # that is not weakly typed.
+    scale = object.__new__(cls)
+    for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
+        scale._set(name, value)
+    if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
+        scale._set("loss_scale", as_leaf(scale.loss_scale, np.float32, DYNAMIC["init"]))
+    return scale
+
+
+def register_pytree(cls: type[DynamicLossScale]) -> None:
+    """Tells JAX which leaves a class of dynamic loss scales has, and how it is exported."""
+    unflatten = functools.partial(_unflatten, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    serialized(cls, read=tuple)
+
+
+register_pytree(DynamicLossScale)
+
+
+# The loss scales that never change, and what all three are in a train step.
+#
+# All arithmetic is in float32 or float64, never in 16 bits. Every scale is between 2**-126 and
+# 2**126: there the reciprocal is a normal float32 number too, so that one product undoes the scale.
+
 
 T = TypeVar("T")
 

@@ -1,17 +1,125 @@
-"""The batch of a gradient function: which arguments hold examples, and how they are split."""
+"""The arrays of a call, and its batch as micro-batches."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmpx._base.leaves import PyTree, is_int, is_traceable, spell
-from jmpx._base.nnx_objects import is_whole
-from jmpx._steps.arrays import split_arrays
+from jmpx._base.axes import tracked_axes, vary, varying_axes
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
+from jmpx._base.stateful import is_whole
+from jmpx._base.trees import (
+    PyTree,
+    at_least_float32,
+    is_array,
+    is_floating,
+    is_inexact_array,
+    is_int,
+    is_traceable,
+    spell,
+)
 from jmpx._steps.checks import check_whole
+
+Merge: TypeAlias = Callable[..., PyTree]
+
+
+def split_arrays(
+    tree: PyTree,
+    is_wanted: Callable[[object], bool] = is_traceable,
+    is_leaf: Callable[[object], bool] | None = None,
+) -> tuple[list[jax.Array], Merge]:
+    """Takes the arrays out of a pytree; returns them, and a function that puts such a list back.
+
+    The other leaves are then those of the tree, or for `others=None` None.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    indices = [index for index, leaf in enumerate(leaves) if is_wanted(leaf)]
+
+    def merge(arrays: Sequence[object], others: Sequence[object] | None = leaves) -> PyTree:
+        merged: list[object] = [None] * len(leaves) if others is None else list(others)
+        for index, array in zip(indices, arrays, strict=True):
+            merged[index] = array
+        return treedef.unflatten(merged)
+
+    # JAX arrays have the dtype of their gradient. NumPy's float64 becomes float32 without x64.
+    return [jnp.asarray(leaves[index]) for index in indices], merge
+
+
+def split_parameters(args: Sequence[PyTree]) -> tuple[list[jax.Array], Merge]:
+    """Takes the differentiable arrays out of the first argument of a call."""
+    if not args:
+        raise TypeError(
+            "Expected the parameters to differentiate as the first positional argument, got none: "
+            "pass them by position."
+        )
+    found = split_arrays(args[0], is_inexact_array)
+    if not found[0]:
+        first = args[0]
+        got = (
+            spell(first) if is_array(first) or not jax.tree.leaves(first) else type(first).__name__
+        )
+        raise TypeError(
+            "Expected floating or complex arrays to differentiate in the first positional "
+            f"argument, got {got} without any: pass the parameters first."
+        )
+    return found
+
+
+def paths_of(tree: PyTree) -> list[str]:
+    """Returns the paths of the differentiable arrays of a pytree, for error messages."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)
+    ]
+
+
+def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
+    """Returns the option `grad_dtype` as a dtype; None stands for that of each parameter."""
+    if dtype is None:
+        return None
+    dtype = as_dtype(dtype, " in grad_dtype")
+    if jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(
+            f"Cannot return gradients in {dtype_name(dtype)}, as grad_dtype says, where most "
+            "are 0 or NaN: write grad_dtype=jnp.float32 or grad_dtype=jnp.bfloat16."
+        )
+    return dtype
+
+
+def widened(params: list[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
+    """Returns parameters in a dtype in which their gradients are not rounded below `dtype`."""
+    # A gradient has the dtype of its parameter, so that parameters are widened, which rounds
+    # nothing, before the policy casts them.
+    if dtype is None:
+        return params
+    check_enabled(dtype)
+    wanted = jnp.dtype(dtype)
+    wide = max(wanted, jnp.dtype(jnp.float32), key=lambda each: each.itemsize)
+
+    def is_narrow(param: jax.Array) -> bool:
+        return param.dtype != wanted and param.dtype.itemsize <= wanted.itemsize
+
+    return [p.astype(wide) if is_floating(p) and is_narrow(p) else p for p in params]
+
+
+def cast_gradients(
+    grads: Sequence[jax.Array], params: Sequence[jax.Array], dtype: DTypeLike | None
+) -> list[jax.Array]:
+    """Returns gradients in `dtype`; complex ones, and all for None, in their parameters' dtypes."""
+    if dtype is not None:
+        check_enabled(dtype)
+    return [
+        grad.astype(param.dtype if dtype is None or not is_floating(param) else dtype)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
+# The batch of a gradient function: which arguments hold examples, and how they are split.
+
 
 _REMEDY = (
     "name the arguments that hold examples by argnums of jmpx.Batch, and others, such as PRNG "
@@ -200,3 +308,96 @@ def _check_keywords(keywords: Mapping[str, PyTree]) -> None:
                     f"{spell(leaf)} in it has an axis, and the batch is split into micro-batches: "
                     f"pass it by position to have it split, or {_REMEDY}."
                 )
+
+
+# Gradients summed over the micro-batches of a batch, in float32.
+
+
+class Backward(NamedTuple):
+    """The result of a forward and a backward pass, or of those of all micro-batches together."""
+
+    value: jax.Array  # the unscaled loss
+    aux: PyTree  # what the function returned besides its loss and its model state
+    state: PyTree  # the model state after the pass
+    grads: list[jax.Array]  # the scaled gradients, in float32 or wider
+
+
+BackwardT: TypeAlias = Callable[..., Backward]
+Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # sums of gradients, and state
+
+
+def of_arrays(run: BackwardT) -> tuple[BackwardT, Callable[[Backward], Backward]]:
+    """Returns a function whose aux and state are arrays alone, and what puts the rest back in."""
+    merges: list[Merge] = []
+
+    def run_on_arrays(*args: PyTree) -> Backward:
+        result = run(*args)
+        (aux, merge_aux), (state, merge_state) = map(split_arrays, (result.aux, result.state))
+        merges[:] = [merge_aux, merge_state]
+        return result._replace(aux=aux, state=state)
+
+    def put_back(result: Backward) -> Backward:
+        merge_aux, merge_state = merges
+        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
+
+    return run_on_arrays, put_back
+
+
+def accumulate(
+    run: Callable[[PyTree, Sequence[jax.Array]], Backward],
+    state: PyTree,
+    parts: Sequence[jax.Array],
+    params: Sequence[jax.Array],
+) -> Backward:
+    """Runs micro-batches one after the other; returns means, the last state, and all aux.
+
+    Gradients are added in float32, in the shapes of `params`, and reduced over no devices. Each
+    part starts from the state that the one before it left, of which only arrays change.
+    """
+    arrays, merge = split_arrays(state)
+    run, put_back = of_arrays(run)
+
+    def body(carry: Carry, part: Sequence[jax.Array]) -> tuple[Carry, tuple[jax.Array, PyTree]]:
+        totals, arrays = carry
+        one = run(merge(arrays), part)
+        totals = [t + grad.astype(t.dtype) for t, grad in zip(totals, one.grads, strict=True)]
+        return (totals, one.state), (one.value, one.aux)
+
+    totals = [_like(param) for param in params]
+    first = [part[0] for part in parts]
+    arrays = _settled(lambda arrays: body((totals, arrays), first)[0][1], arrays)
+    axes = [varying_axes(array) for array in arrays]
+
+    def step(carry: Carry, part: Sequence[jax.Array]) -> tuple[Carry, tuple[jax.Array, PyTree]]:
+        (totals, arrays), results = body(carry, part)
+        return (totals, _vary_each(arrays, axes)), results
+
+    (totals, arrays), (values, aux) = jax.lax.scan(step, (totals, arrays), list(parts))
+    grads = [total / len(values) for total in totals]
+    return put_back(Backward(values.mean(), aux, arrays, grads))._replace(state=merge(arrays))
+
+
+def _like(param: jax.Array) -> jax.Array:
+    """Returns zeros to add the gradients of a parameter to, which vary over devices as it does."""
+    dtype = param.dtype
+    if is_floating(param):
+        dtype = at_least_float32(jax.ShapeDtypeStruct((), dtype)).dtype
+    return vary([jnp.zeros_like(param, dtype)], varying_axes(param))[0]
+
+
+def _settled(
+    advance: Callable[[list[jax.Array]], list[jax.Array]], arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """Makes state vary along the axes along which a step makes it vary, as a loop demands."""
+    while arrays and tracked_axes():
+        results = jax.make_jaxpr(advance)(arrays).out_avals
+        before = [varying_axes(array) for array in arrays]
+        after = [old | varying_axes(new) for old, new in zip(before, results, strict=True)]
+        if before == after:
+            break
+        arrays = _vary_each(arrays, after)
+    return arrays
+
+
+def _vary_each(arrays: Sequence[jax.Array], axes: Sequence[frozenset[Hashable]]) -> list[jax.Array]:
+    return [vary([array], over)[0] for array, over in zip(arrays, axes, strict=True)]

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.leaves import (
+from jmpx._base.messages import describe, user_stacklevel
+from jmpx._base.trees import (
     Array,
     PyTree,
+    all_finite,
     is_array,
     is_floating,
     is_int,
@@ -18,13 +20,15 @@ from jmpx._base.leaves import (
     is_view,
     spell,
 )
-from jmpx._base.messages import describe, user_stacklevel
-from jmpx._base.trees import all_finite
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._scales.strings import get_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
-from jmpx._storage.low_precision_params import LowPrecisionParamsState
-from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
+from jmpx._storage.low_precision_params import (
+    LowPrecisionParamsState,
+    in_place_of_optimizer,
+    is_optimizer,
+    name_of,
+)
 
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50

@@ -9,20 +9,31 @@ import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
-from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._base.stateful import Changes, PureFunction
-from jmpx._base.trees import all_finite
-from jmpx._devices.exchanges import find_exchanges
-from jmpx._devices.reduction import unscaled_mean
-from jmpx._devices.shards import Over, Parameters, read_mask
+from jmpx._base.trees import (
+    PyTree,
+    all_finite,
+    at_least_float32,
+    is_array,
+    is_floating,
+    is_inexact_array,
+    spell,
+)
+from jmpx._devices.gather import unscaled_mean
+from jmpx._devices.shards import Over, Parameters, find_exchanges, read_mask
 from jmpx._jaxprs.passed_on import without_passed_on
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
-from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
-from jmpx._steps.batches import positions_of
-from jmpx._steps.microbatches import Backward, accumulate
-from jmpx._steps.model_state import kept_if_finite
-from jmpx._steps.options import Options, ValueAndGradients
+from jmpx._steps.batches import (
+    Backward,
+    Merge,
+    accumulate,
+    cast_gradients,
+    paths_of,
+    positions_of,
+    split_parameters,
+    widened,
+)
+from jmpx._steps.options import Options, ValueAndGradients, kept_if_finite
 from jmpx._steps.widening import value_and_wide_gradients
 
 R = TypeVar("R")

@@ -6,14 +6,14 @@ from typing import Literal, ParamSpec, TypeVar, overload
 
 from jax.typing import ArrayLike
 
-from jmpx._adapters.uncast import UncastLike
+from jmpx._adapters.function_casts import UncastLike
 from jmpx._base.axes import AxisName
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import call
+from jmpx._base.trees import PyTree
 from jmpx._devices.shards import Over
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._scales.strings import MixedPrecisionLike
 from jmpx._steps.batches import Batch
 from jmpx._steps.differentiation import differentiate
 from jmpx._steps.options import Gradients, GradientsAndAux, Options, ValueAndGradients

@@ -1,17 +1,28 @@
-"""Optimizer steps that are skipped when gradients are not finite."""
+"""Optimizer steps that are skipped where gradients are not finite."""
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
+import jax.core
 import jax.numpy as jnp
+from jax import lax
 
-from jmpx._base.exported import serialized
-from jmpx._base.leaves import PyTree, is_none
-from jmpx._base.nnx_objects import holds_objects
-from jmpx._base.stateful import parameters_of
-from jmpx._base.trees import Flag, all_finite, as_flag
+from jmpx._base.axes import varying_axes
+from jmpx._base.messages import describe
+from jmpx._base.stateful import Object, holds_objects, is_object, nnx, parameters_of
+from jmpx._base.trees import (
+    Flag,
+    PyTree,
+    all_finite,
+    as_flag,
+    is_array,
+    is_none,
+    is_traceable,
+    select_tree,
+    serialized,
+)
 from jmpx._steps.checks import (
     LEFT_OUT,
     check_optimizer,
@@ -23,18 +34,157 @@ from jmpx._steps.checks import (
     warn_of_later_steps,
     warn_of_views,
 )
-from jmpx._steps.nnx_optimizer import is_nnx_optimizer, updated_in_place
-from jmpx._steps.skipping import SkipBy, take_or_keep
-from jmpx._storage.low_precision_params import LowPrecisionParams
-from jmpx._storage.transformations import apply_update, with_extra_args
+from jmpx._storage.low_precision_params import LowPrecisionParams, apply_update, with_extra_args
+
+T = TypeVar("T")
+SkipBy: TypeAlias = Literal["cond", "where"]
+
+
+class _TypesDiffer(Exception):
+    """A `lax.cond` cannot take or skip this step: its branches would have different types."""
+
+
+def take_or_keep(
+    grads_finite: Flag, take: Callable[[], T], keep: Callable[[PyTree], T], skip_by: SkipBy | None
+) -> T:
+    """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
+
+    `keep` reads only shapes and dtypes of its argument. A `lax.cond` needs branches of one type:
+    "where" is taken if their types differ, because the state holds a Python number or because the
+    flag varies over the devices of a `jax.shard_map`. Some optimizers widen their state at the
+    first step: a skipped step widens it, too.
+
+    Where `skip_by` is None, a `lax.cond` selects inside of the branch that takes the step, and the
+    platform that the program is compiled for makes one of the two flags a constant: that of the
+    selection on a CPU, and that of the `lax.cond` on any other, whose compilers then remove it.
+    """
+    if grads_finite is True:
+        return take()
+    finite = as_flag(grads_finite, "grads_finite")
+
+    def by_where(flag: jax.Array = finite) -> T:
+        new = take()
+        return select_tree(flag, new, _kept(keep, new))
+
+    if skip_by == "where" or not isinstance(finite, jax.core.Tracer):
+        return by_where()
+    try:
+        if skip_by == "cond":
+            return _by_cond(finite, take, keep)
+        enters = lax.platform_dependent(finite, cpu=_as_it_is, default=_always)
+        return _by_cond(
+            enters,
+            lambda: by_where(lax.platform_dependent(finite, cpu=_always, default=_as_it_is)),
+            keep,
+        )
+    except _TypesDiffer:
+        return by_where()
+
+
+def _as_it_is(flag: jax.Array) -> jax.Array:
+    return flag
+
+
+def _always(flag: jax.Array) -> jax.Array:
+    """Returns True, of the type that the flag has in a `jax.shard_map`; compilers fold it."""
+    return flag | True
+
+
+def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], T]) -> T:
+    """Takes or skips a step by a `lax.cond`, whose branches compare their types as JAX traces them.
+
+    A trace of the step before, for its types alone, would take as long as the step itself.
+    """
+    news: list[tuple[PyTree, list[jax.core.ShapedArray | None]]] = []
+
+    def taken() -> T:
+        new = take()
+        if not all(map(is_traceable, jax.tree.leaves(new))):
+            raise _TypesDiffer
+        types = list(map(_type_of, jax.tree.leaves(new)))
+        axes = varying_axes(finite)
+        if axes and not all(axes <= varying_axes(each) for each in types):
+            raise _TypesDiffer
+        news.append((jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new), types))
+        return new
+
+    def skipped() -> T:
+        if not news:  # JAX traces the branch of True first; otherwise the types are not known
+            raise _TypesDiffer
+        old = _kept(keep, news[0][0])
+        if list(map(_type_of, jax.tree.leaves(old))) != news[0][1]:
+            raise _TypesDiffer
+        return old
+
+    return lax.cond(finite, taken, skipped)
+
+
+def _kept(keep: Callable[[PyTree], T], new: PyTree) -> T:
+    """Returns what a skipped step keeps, in the dtypes of the new arrays."""
+    return jax.tree.map(_in_dtype_of, keep(new), new)
+
+
+def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
+    has_dtype = is_array(new) or isinstance(new, jax.ShapeDtypeStruct)
+    differ = is_array(old) and has_dtype and old.dtype != new.dtype
+    return jnp.asarray(old, new.dtype) if differ else old
+
+
+def _type_of(leaf: PyTree) -> jax.core.ShapedArray | None:
+    """Returns JAX's type of an array, with strong types for weak ones, as `lax.cond` makes them."""
+    aval = jax.typeof(leaf) if is_array(leaf) else None
+    return aval.update(weak_type=False) if aval is not None and aval.weak_type else aval
+
+
+# A step of an `nnx.Optimizer`, which holds its own state: it and the model change in place.
+
+
+# Takes a step: of parameters, an optax optimizer, its state and gradients, without variables.
+Step = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def is_nnx_optimizer(optimizer: object) -> bool:
+    """Whether `optimizer` is an `nnx.Optimizer`."""
+    return nnx() is not None and isinstance(optimizer, nnx().Optimizer)
+
+
+def updated_in_place(
+    model: Object, optimizer: Object, grads: PyTree, grads_finite: Flag, step: Step
+) -> None:
+    """Takes a step of an `nnx.Optimizer` by its optax optimizer, and counts one that is taken."""
+    from jmpx._adapters.nnx.objects import array_in, set_value  # here, because it imports Flax
+
+    if not is_object(model):
+        raise TypeError(
+            f"Expected the nnx.Module that an nnx.Optimizer updates as the model, got "
+            f"{describe(model)}: pass the module itself, or optimizer.tx and a state of its own."
+        )
+    arrays_in = functools.partial(
+        jax.tree.map, lambda x: array_in(x) if is_object(x) else x, is_leaf=is_object
+    )
+    graph = getattr(optimizer, "graph", None)  # Flax 0.12.0 has no such mode
+    mode = {} if graph is None else {"graph": graph}
+    params = nnx().state(model, optimizer.wrt, **mode)
+    own_grads = arrays_in(nnx().state(grads, optimizer.wrt, **mode))
+    state = optimizer.opt_state
+    stepped, new_state = step(arrays_in(params), optimizer.tx, arrays_in(state), own_grads)
+    nnx().update(model, jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(stepped)))
+    variables, treedef = jax.tree.flatten(state, is_leaf=is_object)
+    for variable, new in zip(variables, treedef.flatten_up_to(new_state), strict=True):
+        set_value(variable, new)
+    count = array_in(optimizer.step)
+    set_value(optimizer.step, count + as_flag(grads_finite, "grads_finite").astype(count.dtype))
+
+
+# Optimizer steps that are skipped when gradients are not finite.
+
 
 if TYPE_CHECKING:
     import optax
-    from flax import nnx
+    from flax.nnx import Optimizer
 
-    OptimizerT = TypeVar("OptimizerT", bound=nnx.Optimizer[Any])
+    OptimizerT = TypeVar("OptimizerT", bound=Optimizer[Any])
 
-T = TypeVar("T")
 ModelT = TypeVar("ModelT")
 StateT = TypeVar("StateT")
 

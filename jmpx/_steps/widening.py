@@ -17,15 +17,20 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jmpx._base.axes import vary, varying_axes
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.cpu_products import by_platform, may_fail
-from jmpx._jaxprs.flops import FLOPS
+from jmpx._jaxprs.equations import FLOPS, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.inner import CHANGEABLE, once_per_jaxpr
-from jmpx._jaxprs.moves import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
-from jmpx._jaxprs.rewriting import casting, new_variable, replaced, with_jaxprs
-from jmpx._jaxprs.scopes import ROUNDED
+from jmpx._jaxprs.marks import ROUNDED
+from jmpx._jaxprs.rewriting import (
+    by_platform,
+    casting,
+    may_fail,
+    new_variable,
+    replaced,
+    with_jaxprs,
+)
 
 Flags = tuple[bool, ...]
 

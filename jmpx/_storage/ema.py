@@ -7,11 +7,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.casts import at_least_float32
-from jmpx._base.exported import serialized
-from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceable, spell
 from jmpx._base.messages import describe
-from jmpx._base.trees import Flag, as_flag, select_tree
+from jmpx._base.trees import (
+    Flag,
+    PyTree,
+    as_flag,
+    at_least_float32,
+    is_floating,
+    is_inexact_array,
+    is_traceable,
+    select_tree,
+    serialized,
+    spell,
+)
 
 LARGEST_COUNT = 2**31 - 1  # an int32
 _LARGEST_DECAY = 1 - 2.0**-24  # A smaller part of a number is lost in float32.

@@ -1,4 +1,4 @@
-"""Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits."""
+"""Optimizers of 16-bit parameters, and with 16-bit states."""
 
 import dataclasses
 import warnings
@@ -6,19 +6,86 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmpx._base.exported import serialized
-from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, spell
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
 from jmpx._base.messages import describe, user_stacklevel
-from jmpx._storage.rounding import stochastic_round
-from jmpx._storage.split_master import merge_master, split_master
-from jmpx._storage.transformations import apply_update, step_key, widen, with_extra_args
+from jmpx._base.stateful import is_object
+from jmpx._base.trees import (
+    PyTree,
+    at_least_float32,
+    cast_tree,
+    is_array,
+    is_floating,
+    is_none,
+    serialized,
+    spell,
+)
+from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import depends
+from jmpx._storage.rounding import merge_master, split_master, stochastic_round
 
 if TYPE_CHECKING:
     import optax
 
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether `optimizer` has the two functions of an optax gradient transformation."""
+    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def name_of(value: object) -> str:
+    """Returns a value as errors name it; an object of NNX, whose text is long, by its type."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__name__}" if is_object(value) else describe(value)
+
+
+def in_place_of_optimizer(value: object, otherwise: str) -> str:
+    """Returns the remedy for a wrong optimizer: an `nnx.Optimizer` holds the right one."""
+    if not (is_object(value) and hasattr(value, "tx")):
+        return otherwise
+    return "wrap the optax optimizer that it is made of, and make the nnx.Optimizer of the result"
+
+
+def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs":
+    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments."""
+    import optax
+
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"Expected an optax gradient transformation, got {name_of(optimizer)}: "
+            f"{in_place_of_optimizer(optimizer, 'pass for example optax.adam(1e-3)')}."
+        )
+    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
+        multi_steps: PyTree = optimizer
+        optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
+    return optax.with_extra_args_support(optimizer)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Returns a tree with its leaves of 8 and 16 bits in float32, which is exact."""
+    return jax.tree.map(lambda x: at_least_float32(x) if is_floating(x) else x, tree)
+
+
+def apply_update(update: PyTree, leaf: PyTree) -> PyTree:
+    """Returns a parameter plus its update, in the dtype of the parameter."""
+    if update is None:
+        return leaf
+    leaf = jnp.asarray(leaf)
+    with jax.numpy_dtype_promotion("standard"):  # The update of a bfloat16 leaf may be float32.
+        return jnp.asarray(leaf + update, leaf.dtype)
+
+
+def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
+    """Returns the key of a step; `stream` tells apart what is rounded in the same one."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)
+
+
+# Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits.
+
+
 Rounding: TypeAlias = Literal["stochastic", "split"]
-_STREAM = 0  # of keys; with_state_dtype has 1
+_STREAM, _STATE_STREAM = 0, 1  # of keys: for parameters, and for optimizer states
 
 
 @serialized
@@ -225,3 +292,114 @@ def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:
         return update
     new, old = widen((new, old))
     return jnp.where(new == old, jnp.float32(-0.0), new - old)
+
+
+# Optimizer state in a dtype of its own, whatever that of the parameters.
+
+
+@serialized
+class StateDtypeState(NamedTuple):
+    """The state of `with_state_dtype`.
+
+    Attributes:
+        inner_state: the state of the wrapped optimizer, its arrays in the dtype asked for.
+        count: how many updates there were: an int32 array of shape ().
+    """
+
+    __module__ = "jmpx.types"
+
+    inner_state: PyTree
+    count: jax.Array
+
+
+def with_state_dtype(
+    optimizer: "optax.GradientTransformation | optax.MultiSteps", dtype: DTypeLike, *, seed: int = 0
+) -> "optax.GradientTransformationExtraArgs":
+    """Keeps the state of an optimizer in a dtype of its own: float32, or bfloat16 to save memory.
+
+    Optax makes state in the dtype of the parameters, and so the moments of bfloat16 parameters
+    stall. With this, the optimizer gets parameters, gradients and state in float32, and its updates
+    are float32; only between the steps its state is in `dtype`. bfloat16 is rounded by chance, as
+    by `jmpx.optim.stochastic_round`, so that moments are right on average; the page on storage has
+    their errors. Where the first one alone is to be short, `optax.adam(mu_dtype=...)` does.
+
+    State that `init` makes of the parameters' numbers stays float32, such as the copies from which
+    `optax.contrib.mechanize`, `prodigy` and `schedule_free` measure how far the parameters went:
+    the difference would be that of two roundings. Zeros in their shapes are no such state.
+
+    Args:
+        optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
+        dtype: float32, bfloat16, or float64 where JAX's 64-bit types are enabled.
+        seed: of the rounding.
+
+    Returns:
+        An optax gradient transformation. Its state is a `StateDtypeState`, whose floating arrays
+        are in `dtype`, except copies of parameters and arrays of shape (), such as
+        hyperparameters. Other arguments of `update` are handed on.
+
+    Raises:
+        TypeError: if `optimizer` is not an optax gradient transformation.
+        ValueError: if `dtype` is none of those above.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jmpx
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> optimizer = jmpx.optim.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
+        >>> state = optimizer.init(params)
+        >>> updates, state = optimizer.update(params, state, params)
+        >>> updates["w"].dtype.name, state.inner_state[0].trace["w"].dtype.name
+        ('float32', 'float32')
+    """
+    import optax
+
+    inner, stored = with_extra_args(optimizer), as_dtype(dtype, " of optimizer state")
+    check_enabled(stored)
+    name = dtype_name(stored)
+    if name not in ("bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"Cannot keep optimizer state in {name}, where squares of small gradients are 0: give "
+            "jnp.bfloat16 or jnp.float32."
+        )
+
+    def init(params: PyTree) -> PyTree:
+        wide = widen(params)
+        traced = core.trace(inner.init, (wide,), {})
+        is_copy = traced.rebuild(depends(traced.jaxpr, [True] * len(traced.arrays)))
+        state = jax.tree.map(
+            lambda leaf, flag: _stored(leaf, jnp.float32 if flag is True else stored),
+            inner.init(wide),
+            is_copy,
+        )
+        return StateDtypeState(state, jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        new_updates, new = inner.update(
+            widen(updates), widen(state.inner_state), widen(params), **extra_args
+        )
+        key = step_key(seed, _STATE_STREAM, state.count)
+        leaves, structure = jax.tree.flatten(new)
+        before = jax.tree.leaves(state.inner_state)
+        dtypes = [leaf.dtype if is_array(leaf) else stored for leaf in before]
+        if jax.tree.structure(state.inner_state) != structure:
+            dtypes = [stored] * len(leaves)
+        leaves = [
+            _stored(leaf, dtype, jax.random.fold_in(key, place))
+            for place, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
+        ]
+        return new_updates, StateDtypeState(structure.unflatten(leaves), state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _stored(leaf: PyTree, dtype: DTypeLike, key: jax.Array | None = None) -> PyTree:
+    """Returns a leaf of the state as it is stored, in a narrow dtype rounded by chance with a key.
+
+    Leaves of shape (), such as hyperparameters, stay as they are: they take no memory.
+    """
+    if not (is_array(leaf) and is_floating(leaf) and leaf.ndim > 0):
+        return leaf
+    if key is None or np.dtype(dtype).itemsize >= 4:
+        return cast_tree(leaf, dtype)
+    return stochastic_round(cast_tree(leaf, jnp.float32), dtype, key)

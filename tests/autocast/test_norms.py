@@ -16,10 +16,10 @@ from helpers.op_by_op import one_by_one
 from jax import lax
 
 import jmpx
+from jmpx._jaxprs.equations import PICKS, RESHAPES
 
 # Private: they say how an equation runs what it holds, in all versions of JAX.
 from jmpx._jaxprs.inner import inner_of, walk
-from jmpx._jaxprs.moves import PICKS, RESHAPES
 
 SHAPE = (4, 6, 6, 8)  # an image
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jmpx
 
 # Private, to leave out the search for shards: no option does.
-from jmpx._devices.exchanges import Source
+from jmpx._devices.shards import Source
 from jmpx._steps import differentiation
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.

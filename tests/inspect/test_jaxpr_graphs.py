@@ -19,7 +19,7 @@ from jmpx._inspect import watched
 from jmpx._inspect.first_nonfinite.search import Search
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._jaxprs.structure import structure, structure_of
+from jmpx._jaxprs.inner import structure, structure_of
 
 pytestmark = pytest.mark.versions
 

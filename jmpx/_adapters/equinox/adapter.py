@@ -1,22 +1,20 @@
 """What jmpx offers for Equinox besides `with_policies`: other models while a function runs."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from jmpx._adapters.boundaries import widest
+from jmpx._adapters.boundaries import is_optimizer_state, marking_proxy_class, plain_class, widest
 from jmpx._adapters.dtype_fields import dtype_field
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
-from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class
-from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import dtype_name
-from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.messages import user_stacklevel
+from jmpx._base.trees import PyTree, cast_tree, is_floating
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -142,7 +140,7 @@ class _Adapter(Adapter):
     def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
         return _Marker(matches)
 
-    def views(self, policy_map: PolicyMap) -> _Views:
+    def views(self, policy_map: PolicyMap, objects: Sequence[PyTree]) -> _Views:
         return _Views(policy_map)
 
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 
-from jmpx._adapters.proxies import public_methods
-from jmpx._base.leaves import PyTree
+from jmpx._adapters.boundaries import public_methods
+from jmpx._base.trees import PyTree
 
 T = TypeVar("T")
 

@@ -9,16 +9,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.boundaries import Method, run_cast
+from jmpx._adapters.boundaries import (
+    Method,
+    check_view,
+    plain_class,
+    proxy_class,
+    public_methods,
+    run_cast,
+)
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
-from jmpx._adapters.proxies import check_view, plain_class, proxy_class, public_methods
-from jmpx._adapters.scopes import PolicyScope, inherited_policy
-from jmpx._base.casts import cast_except
+from jmpx._adapters.scopes import PolicyScope, for_modules, inherited_policy
 from jmpx._base.contexts import note_cast
 from jmpx._base.dtypes import as_dtype, computable
-from jmpx._base.leaves import PyTree, is_floating, is_view
 from jmpx._base.made_once import made_once
+from jmpx._base.trees import PyTree, cast_except, is_floating, is_view
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
 
@@ -74,7 +79,7 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             f"Expected an equinox.Module to make a view of, got a {type(model).__name__}: pass the "
             "model itself, or make views of the modules in it one by one."
         )
-    scope = EquinoxScope(policy_map)
+    scope = EquinoxScope(for_modules(policy_map, _NAME))
     view = scope.view(model)
     if view is not model:
         scope.pool.warn(stacklevel=2)
@@ -95,7 +100,7 @@ _OUTSIDE = _Around()
 class EquinoxScope(PolicyScope):
     """Makes the views of models."""
 
-    def __init__(self, policy_map: PolicyMapLike | None) -> None:
+    def __init__(self, policy_map: PolicyMap | None) -> None:
         super().__init__(_NAME, policy_map)
         self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are
         # By the identities of nodes of views: they, which are kept so that no others get these, and

@@ -5,20 +5,24 @@ running statistics and caches do, stays done. So the models have to be the funct
 copies in a trace are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 from flax import nnx
 
+from jmpx._adapters.boundaries import (
+    is_optimizer_state,
+    marking_proxy_class,
+    plain_class,
+    proxy_class,
+)
 from jmpx._adapters.dtype_fields import dtype_field
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.nnx.views import NnxScope, refuse_setting
-from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class, proxy_class
-from jmpx._base.casts import cast_like
-from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object, objects_of, replace_objects
+from jmpx._base.stateful import is_object, objects_of, replace_objects
+from jmpx._base.trees import PyTree, cast_like, is_floating
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -164,8 +168,8 @@ class _Adapter(Adapter):
     def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
         return _Marker(matches)
 
-    def views(self, policy_map: PolicyMap) -> _Views:
-        return _Views(policy_map)
+    def views(self, policy_map: PolicyMap, objects: Sequence[PyTree]) -> _Views | None:
+        return _Views(policy_map) if objects else None
 
 
 adapter: Adapter = _Adapter()

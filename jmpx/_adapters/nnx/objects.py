@@ -6,10 +6,9 @@ from typing import TypeGuard
 import jax
 from flax import nnx
 
-from jmpx._adapters.boundaries import are_same
-from jmpx._adapters.proxies import is_optimizer_state, public_methods
-from jmpx._base.leaves import PyTree
-from jmpx._base.nnx_objects import is_object, is_whole
+from jmpx._adapters.boundaries import are_same, is_optimizer_state, public_methods
+from jmpx._base.stateful import is_object, is_whole
+from jmpx._base.trees import PyTree
 
 
 def map_objects(

@@ -10,16 +10,22 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmpx._adapters.boundaries import Method, are_same, run_cast
+from jmpx._adapters.boundaries import (
+    Method,
+    are_same,
+    check_view,
+    plain_class,
+    proxy_class,
+    public_methods,
+    run_cast,
+)
 from jmpx._adapters.dtype_fields import Selected, field_in_call, reading_policy, spelled_as
 from jmpx._adapters.nnx import objects
-from jmpx._adapters.proxies import check_view, plain_class, proxy_class, public_methods
-from jmpx._adapters.scopes import PolicyScope, inherited_policy
-from jmpx._base.casts import cast_like
+from jmpx._adapters.scopes import PolicyScope, for_modules, inherited_policy
 from jmpx._base.contexts import note_cast
-from jmpx._base.leaves import PyTree, is_floating, is_view
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object
+from jmpx._base.stateful import is_object
+from jmpx._base.trees import PyTree, cast_like, is_floating, is_view
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
@@ -75,7 +81,7 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             f"Expected an nnx.Module, got a {type(module).__name__}: for Linen use "
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
-    scope = NnxScope(_NAME, policy_map)
+    scope = NnxScope(_NAME, for_modules(policy_map, _NAME))
     view = scope.view(_copied(module, {}))
     scope.pool.warn(stacklevel=2)
     return view
@@ -122,9 +128,7 @@ class NnxScope(PolicyScope):
     which is open then, casts in Linen's modules.
     """
 
-    def __init__(
-        self, name: str, policy_map: PolicyMapLike | None, hands_back: bool = False
-    ) -> None:
+    def __init__(self, name: str, policy_map: PolicyMap | None, hands_back: bool = False) -> None:
         super().__init__(name, policy_map)
         self.hands_back = hands_back
         self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are

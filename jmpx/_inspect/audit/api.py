@@ -23,9 +23,9 @@ from jmpx._inspect.audit.step import (
 from jmpx._inspect.audit.values import flops
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import Rule
 
 # Each file has `KINDS` and `search`. The first to run explains operations to the others.
 _SEARCHES = (rounding, leaks, hazards, hardware)

@@ -37,7 +37,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
 def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
     products = [node for node in step.graph.nodes if is_product(node)]
     forward = [node for node in products if not node.is_backward]
-    # Those in float32 for which neither the code nor a policy says how to multiply.
+    # Float32 products for which neither the code nor a policy says how to multiply.
     found = [
         node
         for node in forward

@@ -20,7 +20,7 @@ from jmpx._inspect.audit.values import (
     source,
 )
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.scopes import ROUNDED
+from jmpx._jaxprs.marks import ROUNDED
 
 _EXP = FindingKind("low-exp", Remedies.wider_operations)
 _SUM = FindingKind("low-sum", Remedies.wider_operations)
@@ -33,7 +33,7 @@ KINDS = (_EXP, _SUM, _COLLECTIVE, _GRADIENT, _CARRY)
 _STABLE = frozenset({"softplus", "logaddexp", "log_sigmoid"})
 _FARTHEST = 64  # nodes behind indices that are looked at
 _COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
-# A severity, and what 16 bits do to the operation, to stand behind its name; None for no hazard.
+# A severity, and the end of a sentence that begins with the operation; None for no hazard.
 _Hazard: TypeAlias = tuple[str, str] | None
 
 
@@ -257,12 +257,12 @@ def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
     total, limit = carry.results[0], _largest_count(carry.results[0].dtype)
     many = min(math.inf if count is None else count, math.inf if decay == 1 else 1 / (1 - decay))
     severity = "high" if many > limit else "medium" if many > limit // 16 else "low"
-    if severity == "low" and decay < 1:  # as the state of a recurrent layer, which forgets
+    if severity == "low" and decay < 1:  # the state of a recurrent layer forgets
         return
     node, what = addition, f"The loop sums in a carry in {total.dtype.name}"
     advice = "start the carry in float32, as jnp.zeros(shape, jnp.float32), and add in float32"
     if addition.is_backward:
-        if severity != "high":  # Each scan over layers sums the gradients of what it closes over.
+        if severity != "high":  # each scan over layers sums gradients of values from outside
             return
         node = carry  # The lines of the addition itself differ between versions of JAX.
         what = f"The gradient of a value that the loop closes over is summed in {total.dtype.name}"

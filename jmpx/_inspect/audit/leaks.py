@@ -18,7 +18,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import Node, Value
 from jmpx._inspect.text import count_text, short_names
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -77,7 +77,7 @@ class _Leaks:
         causes: dict[object, list[Stream]] = {}
         for stream in self._streams.found:
             if stream.kind == "product":
-                # One change mends all products of what one operation made.
+                # One change mends all products that read the result of one operation.
                 cause = self._streams.origin(stream.cause) or stream
                 causes.setdefault(cause, []).append(stream)
             elif stream.products or stream.widened:

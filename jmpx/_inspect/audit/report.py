@@ -11,7 +11,7 @@ from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
 from jmpx._inspect.reports import Report, Table, as_text
 from jmpx._inspect.text import bytes_text, columns, flop_text, share_text, short_names
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place
 
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 _WIDTH, _INDENT = 100, 8  # of the text of a finding, whose first line is not indented
@@ -234,7 +234,7 @@ class Audit(Report):
 
 
 def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
-    """Yields what is wrong with the share of products in a dtype, if anything is."""
+    """Yields a sentence if the share of products in a dtype is too small."""
     if at_least is not None and (compute is None or not 0 <= at_least <= 1):
         raise ValueError(
             f"Expected at_least= to be a share from 0 to 1, and compute= the dtype that it is a "
@@ -249,7 +249,7 @@ def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -
     if not whole and at_least:
         yield f"It has no matrix products or convolutions, so none in {name}."
     elif part < at_least * whole:
-        percent = math.floor(10_000 * part / whole) / 100  # never rounded up to what was expected
+        percent = math.floor(10_000 * part / whole) / 100  # rounded down, below the expected share
         shares = [f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in report.products]
         yield (
             f"{percent:g} % of the FLOPs of matrix products and convolutions are {name}, expected "
@@ -292,7 +292,7 @@ def _severities(findings: Sequence[Finding]) -> str:
 
 
 def _finding_text(finding: Finding) -> str:
-    """Returns what and where a finding is, why it matters, and how to mend it, on its own line."""
+    """Returns a finding as text, with its rule, or else its advice, on a line of its own."""
     facts = [
         finding.name,
         str(finding.place or ""),
@@ -361,7 +361,7 @@ def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def _alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns findings with those of layers that are alike as one, whose rule selects all."""
+    """Joins the findings of layers that are alike: the rule of one selects all of these layers."""
     return tuple(
         group[0]
         ._replace(

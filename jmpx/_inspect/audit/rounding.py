@@ -84,7 +84,7 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
                 if products:
                     step.explained.update((node, exponential, *between))
     step.explained.update(rounded)
-    sizes = Counter[Key]()  # of a product and those of its backward pass
+    sizes = Counter[Key]()  # a product and its backward ones have the same key
     for node in filter(is_product, step.graph.nodes if rounded else ()):
         sizes[step.key(node)] += flops(node)
     for product, dtype in rounded.items():
@@ -201,7 +201,7 @@ def _beyond_numbers(constant: object) -> float | None:
 
 
 def _lost_literal(node: Node) -> float | None:
-    """Returns what a Python number became in a float16 array: infinity, or 0 for an epsilon.
+    """Returns infinity or 0 if a Python number became that in a float16 array: 0 for an epsilon.
 
     JAX writes such a number into the program in float16. A 0 in front is the start of a `sum`.
     """

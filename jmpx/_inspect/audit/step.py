@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmpx._autocast.products import is_precise
+from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.report import Finding
 from jmpx._inspect.audit.values import (
     AUTOCAST,
@@ -28,8 +28,8 @@ from jmpx._inspect.audit.values import (
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.text import short_names
 from jmpx._inspect.where import modules_of, selector, where
-from jmpx._jaxprs.places import Place
-from jmpx._policies.rules import Rule
+from jmpx._jaxprs.equations import Place
+from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
 Key: TypeAlias = tuple[str, Place | None]  # where a product is: its path and its line
@@ -207,7 +207,7 @@ class Streams:
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
     def origin(self, value: Value | None) -> Node | None:
-        """Returns what made the first wide value that a value is computed from, if anything did."""
+        """Returns the node that made the first wide value behind a value; None if none did."""
         node = None if value is None or not _is_computed(value) else value.node
         while node is not None and node.results[0] not in self._of:
             wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
@@ -290,7 +290,7 @@ class Remedies:
         self._multiplying = {module for scope in halves for module in modules_of(scope)}
 
     def is_of_all(self, rule: Rule) -> bool:
-        """Whether a rule selects an outermost module, whose policy is that of the whole model."""
+        """Whether a rule selects an outermost module, and so the whole model."""
         return any(rule.matches(*module) for module in self._outermost)
 
     def lowers_share(self, rule: Rule) -> bool:
@@ -371,9 +371,9 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
 
 
 class FindingKind(NamedTuple):
-    """A kind of finding; the table of `docs/audit.md` says what each is."""
+    """A kind of finding; the table of `docs/audit.md` explains each."""
 
-    name: str  # which is public: `report.check(allow=...)` and the JSON have it
+    name: str  # public: `report.check(allow=...)` and the JSON have it
     # Returns rules of policy maps that may mend a finding about these nodes, beside its own.
     rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.audit.report import Cast, Products, Scope
 from jmpx._inspect.audit.values import CAST, MOVES, flops, is_product, multiplied
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.where import where
-from jmpx._jaxprs.moves import EXCHANGES, HIDING, JOINS
+from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
 _NO_WORK = MOVES | JOINS | EXCHANGES
@@ -70,7 +70,7 @@ def saved(graph: Graph) -> dict[str, int]:
 
 
 def scopes(graph: Graph) -> tuple[Scope, ...]:
-    """Returns the operations by module or named scope, without those of scopes inside of it."""
+    """Returns the operations of each module or named scope, except those of scopes inside of it."""
     by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if not node.is_structure:
@@ -85,7 +85,7 @@ def scopes(graph: Graph) -> tuple[Scope, ...]:
 
 
 def _policy(graph: Graph, nodes: list[Node]) -> str:
-    """Returns the policies under which operations ran, that of the most FLOPs first."""
+    """Returns the policies under which operations ran, the one with the most FLOPs first."""
     size = Counter[str]()
     for node in nodes:
         if policy := graph.policy(node):

@@ -9,9 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.flops import FLOPS
-from jmpx._jaxprs.moves import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
-from jmpx._jaxprs.places import call_of
+from jmpx._jaxprs.equations import (
+    FLOPS,
+    IDENTITIES,
+    PICKS,
+    PLACEMENTS,
+    RESHAPES,
+    ROUNDINGS,
+    call_of,
+)
 from jmpx._policies.strings import get_policy
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
@@ -50,7 +56,7 @@ _ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # the beginning
 def multiplied(node: Node) -> list[str]:
     """Returns the names of the dtypes that a product multiplies in."""
     name = getattr(node.eqn.params.get("precision"), "name", "")
-    if not name.endswith(("_X3", "_X6", "_X9")):  # which multiply several parts of each number
+    if not name.endswith(("_X3", "_X6", "_X9")):  # these multiply several parts of each number
         for start, dtype in _ALGORITHMS.items():
             if name.startswith(start):
                 return [dtype, dtype]
@@ -143,7 +149,7 @@ _WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one at least as 
 
 
 def is_at_most_zero(value: Value) -> bool:
-    """Whether all numbers of a value are at most 0, as those of which the maximum is subtracted."""
+    """Whether all numbers of a value are known to be at most 0, as `x - max(x)` is."""
     return _sign(value, _DEPTH) < 0
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.runs import (
     MOST,
     Batch,
@@ -29,8 +29,8 @@ from jmpx._inspect.text import columns, error_text, share_text, short_names
 from jmpx._inspect.watched import Constant
 from jmpx._inspect.where import where
 from jmpx._jaxprs.core import Array
-from jmpx._jaxprs.places import Place
-from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._jaxprs.equations import Place
+from jmpx._scales.strings import MixedPrecisionLike
 
 Function: TypeAlias = Callable[..., PyTree]
 Batches: TypeAlias = Sequence[tuple[PyTree, ...]]  # each the arguments of the function

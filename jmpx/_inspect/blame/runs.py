@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.products import PRODUCTS
-from jmpx._base.leaves import PyTree
+from jmpx._autocast.rules import PRODUCTS
+from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact, rounded_to
 from jmpx._inspect.running import CompileCache, norm, relative_error, run_widened, widened

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._base.leaves import PyTree, is_array, spell
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_array, spell
 from jmpx._inspect.blame.api import blamed_runs, check_kind
 from jmpx._inspect.blame.runs import Measure
 from jmpx._inspect.choose.search import Strings, new_search

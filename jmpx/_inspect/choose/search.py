@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._autocast.regions import matches_scope
-from jmpx._base.leaves import PyTree
+from jmpx._autocast.value import matches_scope
+from jmpx._base.trees import PyTree
 from jmpx._inspect.blame.api import nodes_of, runs_of
 from jmpx._inspect.blame.runs import Runs, costs, size_of
 from jmpx._inspect.graph import Graph, Node
@@ -19,8 +19,7 @@ from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.where import selector, where
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import module_of
-from jmpx._policies.maps import PolicyMap, PolicyMapLike
-from jmpx._policies.rules import Rule
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 
 _MOST = 24  # islands; with more, layers that are alike are one
 _OWN = 0.5  # the part of its share that an island has outside of the islands inside of it

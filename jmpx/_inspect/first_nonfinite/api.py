@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.leaves import PyTree
+from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
 from jmpx._inspect.graph import Graph, Node, Value
@@ -24,9 +24,9 @@ from jmpx._inspect.running import (
 )
 from jmpx._inspect.where import selector, where
 from jmpx._jaxprs.core import Array, operation_name
-from jmpx._jaxprs.places import place_of
+from jmpx._jaxprs.equations import place_of
 from jmpx._policies.map_strings import parse_rule
-from jmpx._scales.dynamic import DynamicLossScale
+from jmpx._scales.kinds import DynamicLossScale
 
 
 def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:

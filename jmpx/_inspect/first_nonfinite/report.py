@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._inspect.reports import Report
-from jmpx._jaxprs.places import Place
-from jmpx._jaxprs.types import Array
+from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.marks import Array
 
 _WIDTH = 79
 _INDENT = 11

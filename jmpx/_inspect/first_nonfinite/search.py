@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.products import PRODUCTS
-from jmpx._base.leaves import PyTree
+from jmpx._autocast.rules import PRODUCTS
+from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import CompileCache, nodes_by_key
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
-from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
-from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
+from jmpx._jaxprs.equations import PLACEMENTS, RESHAPES
+from jmpx._jaxprs.marks import Array, Aval, Equation, Jaxpr
 
 # The results of these hold the numbers of their one operand, which is looked at in their place.
 # `optimization_barrier` has several operands.

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmpx._inspect.hlo.module import Instruction, Module
-from jmpx._jaxprs.flops import taps
-from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.equations import Place, taps
 
 COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute "

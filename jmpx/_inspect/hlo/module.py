@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jmpx._jaxprs.places import Place, is_of_library
+from jmpx._jaxprs.equations import Place, is_of_library
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")

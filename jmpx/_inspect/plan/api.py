@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.leaves import PyTree, is_array
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.report import Products
 from jmpx._inspect.graph import Graph
@@ -17,7 +17,7 @@ from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import progress
 from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.watched import constants
-from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
+from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
 _NUMBERS = 16  # elements that an array argument may have: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions

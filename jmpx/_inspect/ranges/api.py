@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
+from jmpx._base.trees import PyTree
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._inspect.ranges.counting import (
@@ -26,7 +26,7 @@ from jmpx._inspect.ranges.counting import (
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import check_arrays, scale_text
 from jmpx._inspect.text import columns, count_text, share_text
-from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
+from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,16 +15,16 @@ from jax import lax
 
 from jmpx._base.axes import as_whole
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.leaves import is_floating_dtype
 from jmpx._base.messages import describe
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
 from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
-from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
-from jmpx._jaxprs.types import Array
-from jmpx._policies.rules import Rule
-from jmpx._scales.arguments import LARGEST_FLOAT16
+from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
+from jmpx._jaxprs.marks import Array
+from jmpx._policies.maps import Rule
+from jmpx._scales.scaling import LARGEST_FLOAT16
 
 # --- Formats, and the bins that their edges make ---
 

@@ -1,9 +1,10 @@
-"""`jmpx.flax.policies`: Linen's modules under a policy map."""
+"""Flax's Linen: the policy of each module, under a context around `init` and `apply`."""
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import jax
@@ -14,26 +15,81 @@ from jmpx._adapters.boundaries import (
     Args,
     Kwargs,
     Method,
+    ParameterCasts,
     at_least,
     cast_result,
+    is_public,
     run_cast,
+    widest,
 )
-from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, field_set, reading_policy
-from jmpx._adapters.linen import modules
-from jmpx._adapters.parameter_casts import ParameterCasts
+from jmpx._adapters.dtype_fields import (
+    FieldInCall,
+    field_in_autocast,
+    field_in_call,
+    field_set,
+    reading_policy,
+)
 from jmpx._adapters.scopes import (
     PolicyScope,
+    creation_in_force,
+    for_modules,
     in_policy_scope,
     inherited_policy,
     pooled,
 )
 from jmpx._base.contexts import is_held, opened, refuse_other_tasks
-from jmpx._base.leaves import PyTree
 from jmpx._base.messages import user_stacklevel
+from jmpx._base.trees import PyTree, cast_like, is_floating
 from jmpx._jaxprs.marks import Module
+from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import running
+from jmpx._policies.registry import marked_call, running
+
+
+def module_of(module: nn.Module) -> Module:
+    """Returns a module as the class that the user wrote, and its path."""
+    cls = type(module)
+    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or the like
+        cls = cls.__bases__[0]
+    return Module(cls, "/".join(module.path))
+
+
+def is_public_method(cls: type, name: str) -> bool:
+    """Whether a method is public. Bodies of lifted functions run as methods of no class."""
+    return name != "setup" and is_public(name) and hasattr(cls, name)
+
+
+def own(module: nn.Module, collection: str) -> list[jax.Array]:
+    """Returns the floating arrays of a collection that a module itself holds."""
+    variables = {} if module.scope is None else module.scope.variables().get(collection, {})
+    held = [value for value in variables.values() if not isinstance(value, Mapping)]
+    return list(filter(is_floating, jax.tree.leaves(held)))
+
+
+def reads(module: nn.Module) -> bool:
+    """Whether a module itself reads parameters or running statistics."""
+    return bool(own(module, "params") or own(module, "batch_stats"))
+
+
+def state_dtype(module: nn.Module, policy: Policy | None) -> np.dtype | None:
+    """Returns the dtype of state, such as a cache, if it is wider than the compute dtype."""
+    if policy is None or module.scope is None:
+        return None
+    others = ("params", "batch_stats", "intermediates")  # may be written in any dtype
+    names = [name for name in module.scope.variables() if name not in others]
+    compute = np.dtype(policy.compute_dtype)
+    dtype = widest([compute, *(leaf.dtype for name in names for leaf in own(module, name))])
+    return dtype if dtype.itemsize > compute.itemsize else None
+
+
+def lifted_by(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module and those around it, with lifted transforms: `scan(block)`."""
+    return () if module.scope is None else tuple(module.scope.debug_path)
+
+
+# `jmpx.flax.policies`: Linen's modules under a policy map.
+
 
 _NAME = "jmpx.flax.policies"
 _ended: set[PolicyMap] = set()  # the policy maps of contexts that have ended
@@ -78,12 +134,13 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
     """
-    with pooled(policy_map, _NAME) as followed, applied(followed) as scope:
+    followed = for_modules(policy_map, _NAME)
+    with pooled(followed, _NAME), applied(followed) as scope:
         yield
     scope.warn_without_linen()
 
 
-def applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["LinenScope"]:
+def applied(policy_map: PolicyMap | None) -> contextlib.AbstractContextManager["LinenScope"]:
     """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
     return in_policy_scope(LinenScope, _NAME, policy_map, _interception)
 
@@ -117,7 +174,7 @@ class _Call(NamedTuple):
 class LinenScope(PolicyScope):
     """A `policies` context."""
 
-    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMap | None) -> None:
         super().__init__(name, policy_map)
         self.calls: list[_Call] = []  # the innermost last
         self.casts = ParameterCasts()  # in the outermost of these calls
@@ -146,13 +203,13 @@ class LinenScope(PolicyScope):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        casts = not call.is_cast and modules.is_public_method(type(module), method_name)
+        casts = not call.is_cast and is_public_method(type(module), method_name)
         carry = args[0] if args and self.is_step(module, method_name) else None
-        state = modules.state_dtype(module, call.reading) if casts else None
-        if state is not None and modules.own(module, "cache"):
+        state = state_dtype(module, call.reading) if casts else None
+        if state is not None and own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
-        lifted, dtype = modules.lifted_by(module), call.field.value
+        lifted, dtype = lifted_by(module), call.field.value
         if isinstance(module, nn.OptimizedLSTMCell) and call.reading is not None:
             dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
@@ -178,7 +235,7 @@ class LinenScope(PolicyScope):
         carry: PyTree,
     ) -> PyTree:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        has_own = modules.reads(module)
+        has_own = reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary is not None:
             return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
@@ -191,7 +248,7 @@ class LinenScope(PolicyScope):
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = modules.module_of(module)
+        called = module_of(module)
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
@@ -205,7 +262,7 @@ class LinenScope(PolicyScope):
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        lifted, outer = modules.lifted_by(module), self.calls[-1:]
+        lifted, outer = lifted_by(module), self.calls[-1:]
         if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
@@ -257,13 +314,13 @@ def _run_reading(
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
-        return to_compute(result) if modules.own(module, "batch_stats") else result
+        return to_compute(result) if own(module, "batch_stats") else result
 
-    if modules.reads(module):
+    if reads(module):
         return run_reading(run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
-    if not modules.reads(module):
+    if not reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 
@@ -272,3 +329,60 @@ def _run_reading(
         return to_compute(result) if is_cast else result
 
     return run_reading(created, tuple(inputs), {})
+
+
+# What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`.
+
+
+def _create(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> PyTree:
+    """Intercepts each method call, so that new parameters are in the dtype of a `Creation`."""
+    module = context.module
+    if module.scope is not None and module.is_initializing() and not opened(LinenScope):
+        object.__setattr__(module, "param", functools.partial(_param, module))
+    return method(*args, **kwargs)
+
+
+def _param(module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Stands in for `module.param` while parameters are created."""
+    creation = creation_in_force(LinenScope)
+    if creation is None:
+        return type(module).param(module, name, init, *args, **kwargs)
+    asked: PyTree = None
+
+    def create(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        nonlocal asked
+        asked = init(*args, **kwargs)
+        return creation.policy.cast_to_param(asked)
+
+    stored = type(module).param(module, name, create, *args, **kwargs)
+    if creation.are_cast:
+        return creation.policy.cast_to_compute(stored)
+    return stored if asked is None else jax.tree.map(cast_like, stored, asked)
+
+
+def _mark(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> PyTree:
+    """Intercepts each method call under autocast, and marks those of public methods."""
+    module = context.module
+    if module.scope is None:
+        return method(*args, **kwargs)
+    called = module_of(module)
+    is_public = is_public_method(type(module), context.method_name)
+    with field_in_autocast(module, called), marked_call(*called) if is_public else nullcontext():
+        return method(*args, **kwargs)
+
+
+class _Adapter(Adapter):
+    creation = staticmethod(functools.partial(nn.intercept_methods, _create))
+
+    def marked_calls(self) -> AbstractContextManager[None]:
+        return nn.intercept_methods(_mark)
+
+    def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
+        return applied(policy_map)
+
+
+adapter: Adapter = _Adapter()
