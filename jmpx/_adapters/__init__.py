@@ -1,16 +1,14 @@
 """Adapters: policies inside of Haiku, Equinox and Flax, and `jmpx.apply_policy` over all of them.
 
-Read in this order: `applying.py` runs a function in the way that its policy map says: with its
-arguments cast (`uncast.py`, `function_casts.py`), by modules, or under autocast. By modules, each
-framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py` offers what
-`_policies/frameworks.py` lists. Its other files import what all of them share:
+Read in this order: `applying.py` runs a function as its policy map says: with its arguments cast
+(`function_casts.py`), by modules, or under autocast. By modules, each framework has a file, `haiku`
+or `linen`, or a package, `equinox` or `nnx`, whose `adapter` offers what `_policies/frameworks.py`
+lists. They share:
 
-- `scopes.py`: which policy a module has, and the warnings of rules without effect,
-- `boundaries.py`: a call whose arguments and result are cast,
-- `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
-- `set_parameters.py`: the refusal of a function that sets a parameter which is cast,
-- `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
-  parameter.
+- `scopes.py`: which policy a module has, and the warnings of rules without effect.
+- `boundaries.py`: a call whose arguments and result are cast, one cast for each parameter, and
+  subclasses of a user's classes, whose methods cast or mark their calls.
+- `dtype_fields.py`: the `dtype` fields of layers.
 
 Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
 dtype of a policy, the *boundary policy*, and its result to the output dtype. The *surrounding

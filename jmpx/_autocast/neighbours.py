@@ -115,7 +115,7 @@ Dtypes: TypeAlias = frozenset[np.dtype]
 class Ends(NamedTuple):
     """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
 
-    exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
+    exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed`
     raised: tuple[bool, ...] = ()  # which are read by an exponential
     summed: tuple[bool, ...] = ()  # which are read by a sum
     normalized: tuple[bool, ...] = ()  # which are multiplied by a root
@@ -138,7 +138,7 @@ class Neighbours(NamedTuple):
     # Comparisons of a number with the maximum of it and others, as the derivative of a maximum
     # makes them. The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
-    exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
+    exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed`
     raised: frozenset[Atom]  # variables that an exponential reads
     summed: frozenset[Atom]  # those that a sum reads
     normalized: frozenset[Atom]  # those that a root of fewer numbers multiplies, or divides

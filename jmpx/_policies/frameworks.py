@@ -1,8 +1,8 @@
 """The frameworks that jmpx supports, and what an adapter offers to the rooms below it.
 
-To support another framework, write a package in `jmpx/_adapters/`, of which the file `adapter.py`
-has an `adapter`: an instance of a subclass of `Adapter` that overrides what the framework needs.
-Then add one line to `_ADAPTERS`.
+To support another framework, write a file or a package in `jmpx/_adapters/` with an `adapter`: an
+instance of a subclass of `Adapter` that overrides what the framework needs. Then add one line to
+`_ADAPTERS`.
 """
 
 import contextlib

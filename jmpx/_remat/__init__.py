@@ -4,13 +4,12 @@
 equation runs in between, and no dtype changes: a policy is applied before, as by modules and by
 arguments, or after, as by operations. The way through it:
 
-- `remat.py` has `jmpx.remat`, and the same for a function that a policy runs.
-- `checkpoints.py` is the pass: it makes one equation of those of each piece, which holds them.
-- `sinking.py` moves the casts of inputs to what reads them, so that no piece keeps the result.
-- `pieces.py` groups the equations of a jaxpr, and of the jaxprs that it holds, by the cuts that
-  `cuts.py` finds.
-- `saving.py` tells what is saved in a piece: the results of some products. `residuals.py` does so
-  for functions with a backward pass of their own, whose forward pass runs once.
+- `remat.py` has `jmpx.remat`, the same for a function that a policy runs, and the pass: it makes one
+  equation of the equations of each piece.
+- `cuts.py` finds the cuts, groups the equations of a jaxpr, and of the jaxprs that it holds, into
+  pieces, and moves the casts of inputs to their readers, so that no piece keeps the result.
+- `saving.py` tells what is saved in a piece: the results of some products, and the residuals of
+  functions with a backward pass of their own, whose forward pass runs once.
 
 It imports only `_jaxprs` and `_base`.
 

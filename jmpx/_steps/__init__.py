@@ -1,24 +1,22 @@
 """The train step: gradients of a scaled loss, optimizer steps that are skipped, and their counts.
 
-The way through it, in the order of reading:
+Read in this order:
 
-1. `gradient`: `value_and_grad` and `grad`. `options` checks what they are given,
-   `results` has what they return.
-2. `differentiation`: one call of a gradient function, from the arguments to the flag that says
-   whether all gradients are finite. `arrays` takes the parameters out of the first argument,
-   `model_state` hands running statistics on, and keeps the old ones where a gradient overflowed;
-   `widening` has gradients leave their products in float32.
-3. `batches` splits the arguments of a call. `microbatches` sums the gradients of the parts in a
-   loop.
-4. `optimizer`: `optimizer_update` and `skip_nonfinite`; `skipping` selects between the old and the
-   new state, or raises. `checks` refuses wrong arguments, also those of other files.
-5. `progress` tells on the host that a run only skips; `metrics` has the numbers to plot.
-6. `mpx`: the same functions by MPX's names, arguments and defaults.
+1. `gradient.py`: `value_and_grad` and `grad`. `options.py` checks their arguments, hands running
+   statistics on, and has the classes of the results.
+2. `differentiation.py`: one call of a gradient function, from the arguments to the flag that says
+   whether all gradients are finite. `widening.py` keeps gradients in float32 as they leave their
+   products.
+3. `batches.py`: takes the arrays out of the arguments, splits them into micro-batches, and sums the
+   gradients of these in a loop.
+4. `optimizer.py`: `optimizer_update` and `skip_nonfinite`, which select between the old and the new
+   state. `checks.py` refuses wrong arguments, also those of other files.
+5. `progress.py`: counts of skipped steps, which the host checks and a logger plots.
 
-To change how a skipped step is counted, open `optimizer` (`_SkipNonfinite.counted`); `progress` and
-`metrics` read the counts by name.
+To change how a skipped step is counted, open `optimizer.py` (`_SkipNonfinite.counted`);
+`progress.py` reads the counts by name. MPX's names are in `jmpx/mpx.py`.
 
 The room imports `_base`, `_jaxprs`, `_policies`, `_scales`, `_storage`, `_adapters` (how a function
-runs under a policy) and `_devices` (shards, and means over devices). Optax is imported by the
-functions that need it alone.
+runs under a policy) and `_devices` (shards, and means over devices). Only the functions that need
+optax import it.
 """

@@ -1,17 +1,13 @@
-"""What is stored in 16 bits between steps, and what a checkpoint says of its precision.
+"""What is stored in 16 bits between steps: parameters, optimizer states, and averages of them.
 
-Optimizers of 16-bit parameters, in the order of reading:
+Read in this order:
 
-- `rounding.py`: `stochastic_round`, up or down by chance, on the bits of arrays.
-- `split_master.py`: a float32 master as a bfloat16 parameter and the 16 bits that it lacks.
-- `low_precision_params.py`: an optax optimizer whose parameters are stored in one of these ways.
-- `state_dtype.py`: an optax optimizer whose own state is stored in another dtype.
-- `transformations.py`: what such wrappers share: which optimizers they take, keys, updates.
-
-What is stored beside them, or told about it:
-
+- `rounding.py`: `stochastic_round`, up or down by chance; a float32 master as a bfloat16 parameter
+  and the 16 bits that it lacks.
+- `low_precision_params.py`: optax optimizers whose parameters are stored in one of these ways, or
+  whose own state is stored in another dtype; which optimizers such wrappers take.
 - `ema.py`: moving averages of parameters, in float32.
 
-The public names are in `jmpx.optim`, `jmpx.inspect` and `jmpx.types`. This room may import
-`_scales`, `_policies`, `_jaxprs` and `_base`.
+The public names are in `jmpx.optim` and `jmpx.types`. This room may import `_scales`, `_policies`,
+`_jaxprs` and `_base`.
 """

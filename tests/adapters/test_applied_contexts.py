@@ -22,7 +22,7 @@ import jmpx.flax
 import jmpx.haiku
 
 # Private: `applied` opens what `jmpx.apply_policy` opens, as a context that may end in any order.
-from jmpx._adapters.scopes import listening, pooled
+from jmpx._adapters.scopes import for_modules, listening, pooled
 from jmpx._policies.frameworks import imported_adapters
 
 P = "c=bf16,o=f32; */norm?: full"
@@ -37,8 +37,8 @@ both = pytest.mark.parametrize("framework", POLICIES)
 def applied(policy):
     """Opens what `jmpx.apply_policy` opens by modules that report their calls."""
     with contextlib.ExitStack() as stack:
-        policy_map = stack.enter_context(pooled(policy, "jmpx.apply_policy"))
-        assert policy_map is not None
+        policy_map = for_modules(policy, "jmpx.apply_policy")
+        stack.enter_context(pooled(policy_map, "jmpx.apply_policy"))
         for adapter in imported_adapters():
             stack.enter_context(adapter.applied(policy_map))
         yield
