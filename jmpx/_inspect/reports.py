@@ -5,7 +5,7 @@ import html
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from jmpx._base.trees import is_int
 from jmpx._inspect.text import columns
@@ -98,27 +98,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return int(value) if is_int(value) else value  # `json.dumps` takes no numbers of NumPy
-
-
-class Parts(NamedTuple):
-    """What a report shows."""
-
-    head: str
-    cells: list[list[str]]  # of its table, whose first row names the columns
-    ends: list[list[str]]  # blocks of lines behind the table; empty ones are left out
-
-
-class TableReport(Report):
-    """A report that shows one table."""
-
-    _right: ClassVar[tuple[int, ...]] = (1,)  # the columns that are aligned to the right
-    _most: ClassVar[int] = 40  # rows that its text shows
-
-    def _parts(self) -> Parts:
-        raise NotImplementedError
-
-    def _blocks(self) -> Iterator[str | Table]:
-        head, cells, ends = self._parts()
-        yield head
-        yield Table(cells, self._right, self._most)
-        yield from map("\n".join, ends)
