@@ -134,7 +134,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
     """
-    followed = for_modules(policy_map, _NAME)
+    followed = None if policy_map is None else for_modules(policy_map, _NAME)
     with pooled(followed, _NAME), applied(followed) as scope:
         yield
     scope.warn_without_linen()

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -157,22 +157,8 @@ def in_policy_scope(
         yield scope
 
 
-@overload
-def for_modules(policy_map: PolicyMapLike, name: str) -> PolicyMap: ...
-
-
-@overload
-def for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None: ...
-
-
-def for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None:
-    """Returns the policy map that adapters follow; None for the policies of classes alone.
-
-    Raises:
-        ValueError: if the map is for another way.
-    """
-    if policy_map is None:
-        return None
+def for_modules(policy_map: PolicyMapLike, name: str) -> PolicyMap:
+    """Returns the policy map that adapters follow; a ValueError if it is for another way."""
     return with_trial_rules(get_policy_map(policy_map).applied_by("modules", name), name)
 
 

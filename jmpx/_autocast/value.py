@@ -52,9 +52,7 @@ class Traits(NamedTuple):
     # while it is weak; it is then weak only on the path to a product.
     data: bool = False
     statistic: int = 0  # how many numbers a sum of activations, or what is made of it, has; else 0
-    pending: np.dtype | None = (
-        None  # the dtype in which what is no norm reads it; see `read_pending`
-    )
+    pending: np.dtype | None = None  # the dtype for readers outside of a norm; see `read_pending`
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -87,9 +87,9 @@ _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("
 # leaves it before it enters the next one, so that no value comes back whose contexts are over.
 _trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
-# For `_jaxprs/marks.py`, which is imported later. A user context has to be made when jmpx is imported:
-# each new one is a part more of the keys of all of JAX's caches, so a step in whose first trace it
-# was made would be traced and compiled again. And JAX makes none safely while other threads run.
+# For `_jaxprs/marks.py`, which is imported later. A user context has to be made when jmpx is
+# imported: each new one adds a part to the keys of all of JAX's caches, so a step in whose first
+# trace it was made would be compiled again. And JAX makes none safely while other threads run.
 traced_with_marks: Any = jax.make_user_context(False)
 
 

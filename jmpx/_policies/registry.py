@@ -25,7 +25,6 @@ from jmpx._base.contexts import (
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.stateful import apply
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
 from jmpx._policies.frameworks import ClassPolicies, Proxies, adapters_of, imported_adapters
@@ -429,6 +428,8 @@ def call_with_proxies(
 
     `exempt` changes its arguments, `args` and `kwargs`, but leaves some of them as they are.
     """
+    from jmpx._base.stateful import apply  # here, so that the import of jmpx stays light
+
     if fn is apply:
         fn, args = args[0], args[1:]
     own: _Call[R] = (fn, (), {})

@@ -4,8 +4,8 @@
 equation runs in between, and no dtype changes: a policy is applied before, as by modules and by
 arguments, or after, as by operations. The way through it:
 
-- `remat.py` has `jmpx.remat`, the same for a function that a policy runs, and the pass: it makes one
-  equation of the equations of each piece.
+- `remat.py` has `jmpx.remat`, the same for a function that a policy runs, and the pass, which makes
+  one equation of the equations of each piece.
 - `cuts.py` finds the cuts, groups the equations of a jaxpr, and of the jaxprs that it holds, into
   pieces, and moves the casts of inputs to their readers, so that no piece keeps the result.
 - `saving.py` tells what is saved in a piece: the results of some products, and the residuals of

@@ -8,8 +8,7 @@ from helpers import run_python
 HEAVY = (
     "jmpx._autocast haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
     "jmpx._adapters jmpx._cli jmpx._devices jmpx._inspect jmpx._steps jmpx._storage "
-    "jmpx._base.axes jmpx._base.stateful jmpx._base.stateful jmpx._jaxprs.core "
-    "jmpx._scales.strings jmpx._scales.state jmpx._scales.strings"
+    "jmpx._base.axes jmpx._base.stateful jmpx._jaxprs.core jmpx._scales.strings"
 ).split()
 
 

@@ -79,7 +79,8 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             f"Expected an equinox.Module to make a view of, got a {type(model).__name__}: pass the "
             "model itself, or make views of the modules in it one by one."
         )
-    scope = EquinoxScope(for_modules(policy_map, _NAME))
+    followed = None if policy_map is None else for_modules(policy_map, _NAME)
+    scope = EquinoxScope(followed)
     view = scope.view(model)
     if view is not model:
         scope.pool.warn(stacklevel=2)

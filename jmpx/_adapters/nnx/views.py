@@ -81,7 +81,8 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             f"Expected an nnx.Module, got a {type(module).__name__}: for Linen use "
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
-    scope = NnxScope(_NAME, for_modules(policy_map, _NAME))
+    followed = None if policy_map is None else for_modules(policy_map, _NAME)
+    scope = NnxScope(_NAME, followed)
     view = scope.view(_copied(module, {}))
     scope.pool.warn(stacklevel=2)
     return view
