@@ -1,6 +1,7 @@
-"""Measures what autocast saves and costs, on a transformer without casts.
+"""Measures what autocast saves and costs, on a transformer without casts, and `import jmpx`.
 
     python benchmarks/autocast.py --again
+    python benchmarks/autocast.py --again --only import_time
 
 residual_mib: what JAX hands from the forward to the backward pass of 4 blocks (batch 8, sequence
 128, width 256) besides the arguments, and its ratio to float32's. It depends on JAX alone, not on
@@ -18,6 +19,9 @@ Of `by hand`: the same with the model and the loss under `c=bf16`, which casts o
 bfloat16 by hand, whose norms and softmax are float32 islands.
 first_use_ms: the same in fresh processes of which it is the first trace, so that it includes what
 jmpx imports then; medians of five.
+over_jax_ms: processor time of `import jmpx`, `jmp` or `mpx` (PyPI: mixed-precision-for-JAX) after
+`import jax`, in fresh processes; medians. Most of jmpx's is that of `jax.extend`, which it imports
+before the first trace: see `jmpx/_jaxprs/extend.py`.
 """
 
 import dataclasses
@@ -28,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,6 +41,7 @@ import numpy as np
 import records
 from compiled_step import count_dots
 from models import SAVEABLE, Transformer, cross_entropy
+from records import Record
 
 import jmpx
 
@@ -99,99 +104,109 @@ def trace_seconds(loss_fn: Loss, params: PyTree, is_first: bool = False) -> floa
     return time.process_time() - start
 
 
-def over_by_hand(layers: int) -> tuple[dict[str, Loss], PyTree]:
-    """Returns the losses by hand and by default, and their parameters."""
-    model = Transformer(layers=layers, width=64, hidden=128)
+def by_policy(
+    layers: int, scanned: bool = False, save: str = "", marked: bool = False
+) -> tuple[dict[str, Loss], PyTree]:
+    """Returns the losses by hand and under policies of a deep narrow model, and its parameters."""
+    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
     params = model.init(np.random.default_rng(0))
     x, labels = model.batch(np.random.default_rng(0), 2, 16)
-    loss_of = dataclasses.replace(model, islands=True).loss
-    by_default = jmpx.apply_policy(model.loss, "c=bf16")
-
-    def by_hand(params: PyTree) -> jax.Array:
-        return loss_of(*jmpx.cast_tree((params, x), jnp.bfloat16), labels)
-
-    return {"by hand": by_hand, "default": lambda params: by_default(params, x, labels)}, params
-
-
-def over_marked_blocks(layers: int, scanned: bool) -> tuple[dict[str, Loss], PyTree]:
-    """Returns the losses by hand, whose blocks are marked, and with save=, and their parameters."""
-    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
-    params, rng = model.init(np.random.default_rng(0)), np.random.default_rng(0)
-    x, labels = model.batch(rng, 2, 16)
     with_islands = dataclasses.replace(model, islands=True)
-    marked = dataclasses.replace(with_islands, checkpointed=True)
-    operations = jmpx.apply_policy(model.loss, "c=bf16,save=products")
+    hand = dataclasses.replace(with_islands, checkpointed=marked)
+    operations = jmpx.apply_policy(model.loss, f"c=bf16{save}")
     arguments = jmpx.apply_policy(with_islands.loss, BY_ARGUMENTS)
-
-    def by_hand(params: PyTree) -> jax.Array:
-        return marked.loss(*jmpx.cast_tree((params, x), jnp.bfloat16), labels)
-
-    ways: dict[str, Loss] = {"by hand": by_hand}
-    ways["operations"] = lambda params: operations(params, x, labels)
-    ways["arguments"] = lambda params: arguments(params, x, labels)
+    ways: dict[str, Loss] = {
+        "by hand": lambda params: hand.loss(*jmpx.cast_tree((params, x), jnp.bfloat16), labels),
+        "operations": lambda params: operations(params, x, labels),
+        "arguments": lambda params: arguments(params, x, labels),
+    }
     return ways, params
 
 
-def measure_over_marked(layers: int, scanned: bool, rounds: int) -> records.Record:
-    ways, params = over_marked_blocks(layers, scanned)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, seconds in times.items():
-            seconds.append(1000 * trace_seconds(ways[name], params, is_first=True))
-    by_hand, operations, arguments = (min(found[1:]) for found in times.values())
-    return {
-        "by_hand_trace_ms": round(by_hand),
-        "trace_ms": round(operations),
-        "ratio": round(operations / by_hand, 2),
-        "arguments_trace_ms": round(arguments),
-        "arguments_ratio": round(arguments / by_hand, 2),
-    }
+def in_turns(
+    ways: dict[str, Loss], params: PyTree, rounds: int, is_first: bool = False
+) -> Iterator[list[float]]:
+    """Yields the trace times of each way in milliseconds, without its first."""
+    turns = [
+        [1000 * trace_seconds(loss_fn, params, is_first) for loss_fn in ways.values()]
+        for _ in range(rounds + 1)
+    ]
+    return map(list, zip(*turns[1:], strict=True))
 
 
-def measure_over_by_hand(layers: int, rounds: int) -> records.Record:
-    ways, params = over_by_hand(layers)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, seconds in times.items():
-            seconds.append(1000 * trace_seconds(ways[name], params))
-    by_hand, default = (statistics.median(found[1:]) for found in times.values())
-    ratio = round(default / by_hand, 2)
-    return {"by_hand_trace_ms": round(by_hand), "trace_ms": round(default), "ratio": ratio}
+def ratios(by_hand: float, ours: float, names: tuple[str, ...] = ("trace_ms", "ratio")) -> Record:
+    return dict(zip(names, (round(ours), round(ours / by_hand, 2)), strict=True))
+
+
+def measure_over_marked(layers: int, scanned: bool, rounds: int) -> Record:
+    ways, params = by_policy(layers, scanned, ",save=products", marked=True)
+    by_hand, operations, arguments = map(min, in_turns(ways, params, rounds, is_first=True))
+    more = ratios(by_hand, arguments, ("arguments_trace_ms", "arguments_ratio"))
+    return {"by_hand_trace_ms": round(by_hand), **ratios(by_hand, operations), **more}
+
+
+def measure_over_by_hand(layers: int, rounds: int) -> Record:
+    ways, params = by_policy(layers)
+    del ways["arguments"]
+    by_hand, default = map(statistics.median, in_turns(ways, params, rounds))
+    return {"by_hand_trace_ms": round(by_hand), **ratios(by_hand, default)}
+
+
+def in_processes(code: str, runs: int) -> list[list[float]]:
+    """Runs code in fresh processes, and returns the numbers that each prints but the first.
+
+    Installed packages have their bytecode: without it, each would compile jmpx again.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", code]
+    run = functools.partial(subprocess.run, command, capture_output=True, check=True, text=True)
+    return [[*map(float, run(env=environment).stdout.split())] for _ in range(runs + 1)][1:]
 
 
 FIRST = """
 import autocast
-ways, params = autocast.over_by_hand({layers})
+ways, params = autocast.by_policy({layers})
 print(1000 * autocast.trace_seconds(ways[{name!r}], params))
+"""
+IMPORTED = """
+from time import process_time
+start = process_time()
+import jax
+between = process_time()
+import {library}
+print(between - start, process_time() - between)
 """
 
 
-def measure_first_use(layers: int, runs: int) -> records.Record:
-    # Installed packages have their bytecode: without it, each run would compile jmpx again.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    found = {}
-    for name in ("by hand", "default"):
-        command = [sys.executable, "-c", FIRST.format(layers=layers, name=name)]
-        run = functools.partial(subprocess.run, command, capture_output=True, check=True, text=True)
-        found[name] = [float(run(env=environment).stdout) for _ in range(runs + 1)][1:]
-    by_hand, default = map(statistics.median, found.values())
-    ratio = round(default / by_hand, 2)
-    return {"by_hand_first_use_ms": round(by_hand), "first_use_ms": round(default), "ratio": ratio}
+def measure_first_use(layers: int, runs: int) -> Record:
+    by_hand, default = (
+        statistics.median(ms for (ms,) in in_processes(FIRST.format(layers=layers, name=n), runs))
+        for n in ("by hand", "operations")
+    )
+    names = "first_use_ms", "ratio"
+    return {"by_hand_first_use_ms": round(by_hand), **ratios(by_hand, default, names)}
 
 
-def measure(way: str, small: bool = False) -> records.Record:
-    rng = np.random.default_rng(0)
+def measure_import(library: str, small: bool = False) -> Record:
+    """Measures what importing a library adds to `import jax`."""
+    runs = 1 if small else 21
+    times = zip(*in_processes(IMPORTED.format(library=library), runs), strict=True)
+    jax_ms, library_ms = (round(1000 * statistics.median(seconds), 2) for seconds in times)
+    return {"over_jax_ms": library_ms, "jax_ms": jax_ms, "runs": runs}
+
+
+def measure(way: str, small: bool = False) -> Record:
+    rng, rounds = np.random.default_rng(0), 1 if small else ROUNDS
     if way in BY_HAND:
-        return measure_over_by_hand(1 if small else BY_HAND[way], 1 if small else ROUNDS)
+        return measure_over_by_hand(1 if small else BY_HAND[way], rounds)
     if way in MARKED_BLOCKS:
         layers, scanned = MARKED_BLOCKS[way]
-        rounds = 1 if small else ROUNDS
         return measure_over_marked(2 if small else layers, scanned, rounds)
     if way in FIRST_USE:
         return measure_first_use(FIRST_USE[way], 1 if small else 5)
     if way in SCANNED:
-        return measure_trace(rng, 1 if small else 24, SCANNED[way], 1 if small else ROUNDS)
+        return measure_trace(rng, 1 if small else 24, SCANNED[way], rounds)
     model = Transformer(1, 16, hidden=32) if small else Transformer()
     params, ways = model.init(rng), losses(model, model.batch(rng))
     full, kept = (residual_bytes(ways[name], params) for name in ("float32", way))
@@ -205,9 +220,7 @@ def measure(way: str, small: bool = False) -> records.Record:
     }
 
 
-def measure_trace(
-    rng: np.random.Generator, layers: int, scanned: bool, rounds: int
-) -> records.Record:
+def measure_trace(rng: np.random.Generator, layers: int, scanned: bool, rounds: int) -> Record:
     """Returns the trace times of a deep narrow model."""
     model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
     params, batch = model.init(rng), model.batch(rng, 2, 16)
@@ -219,11 +232,8 @@ def measure_trace(
     marked = losses(dataclasses.replace(model, checkpointed=True), batch)["float32"]
     ways = {**losses(model, batch), "marked": marked, "checkpoint": checkpoint}
     names = ("float32", "autocast", "checkpoint", "marked", "autocast, save")
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds + 1):
-        for name, seconds in times.items():
-            seconds.append(1000 * trace_seconds(ways[name], params))
-    plain, autocast, one, marks, save = (statistics.median(times[n][1:]) for n in names)
+    times = in_turns({name: ways[name] for name in names}, params, rounds)
+    plain, autocast, one, marks, save = map(statistics.median, times)
     return {
         "trace_ms": round(plain),
         "autocast_trace_ms": round(autocast),
@@ -243,7 +253,10 @@ MARKED_BLOCKS["24 layers, scanned, marked blocks"] = (24, True)
 FIRST_USE = {f"first use, {layers} layers": layers for layers in (1, 4, 12)}
 LOSSES = ("float32", "bfloat16", "grampax", "autocast", "autocast, save", "arguments, save")
 WAYS = (*LOSSES, *SCANNED, *BY_HAND, *MARKED_BLOCKS, *FIRST_USE)
-POINTS = [{"way": way} for way in WAYS]
+BENCHMARKS: records.Benchmarks = {
+    "autocast": ([{"way": way} for way in WAYS], measure),
+    "import_time": ([{"library": library} for library in ("jmpx", "jmp", "mpx")], measure_import),
+}
 
 if __name__ == "__main__":
-    records.main(__doc__, {"autocast": (POINTS, measure)})
+    records.main(__doc__, BENCHMARKS)

@@ -14,38 +14,37 @@ tracing, and of compiling in XLA.
 `tpu_overhead` is what scaling, checking and skipping add: the same in bfloat16, in which a v5e
 computes, with the dynamic loss scale that float16 needs. `plain` does none of the three.
 
+The other benchmarks read their programs with the functions of this file.
+
 Instructions say little: XLA repeats a product with `1 / scale` in every fusion that reads it, and a
 division not.
 """
 
 import collections
+import contextlib
+import json
 import math
 import os
 import re
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import records
 import steps
 import tpu
+from jax.experimental.compilation_cache import compilation_cache
 from models import ViT
 from steps import Point
 
 import jmpx
+from jmpx._inspect.hlo.found import kind_of
 from jmpx._inspect.hlo.module import Instruction, Module
 
-# Each step of jmpx, and the step by hand that skips in the same way.
-FLOAT16 = {
-    "jmpx_where": "handwritten",
-    "jmpx_jmp_style": "handwritten_late",
-    "jmpx": "handwritten_cond",
-    "jmpx_counting": "handwritten_cond",
-}
-BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
-DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
-GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
+# --- What programs hold ---
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
 ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
@@ -110,6 +109,141 @@ def count_dots(lowered: Any) -> dict[str, int]:
     """
     found = jmpx.inspect.compiled(lowered).products
     return dict(sorted(collections.Counter(" x ".join(one.operands) for one in found).items()))
+
+
+# --- What they send ---
+
+
+def mib(found: Iterable[Any]) -> float:
+    """Returns the MiB that a device sends."""
+    return sum(one.sent for one in found) / 2**20
+
+
+def mib_by_kind(found: Iterable[Any]) -> dict[str, float]:
+    """Returns the MiB that a device sends by kind and dtype, without those of scalars."""
+    arrays = [one for one in found if not one.is_scalar]
+    names = sorted({f"{one.kind} {one.dtype}" for one in arrays})
+    return {n: mib(one for one in arrays if f"{one.kind} {one.dtype}" == n) for n in names}
+
+
+def sends(program: Any) -> tuple[Any, ...]:
+    """Returns the collectives of a lowered program, or of the text of a module of HLO.
+
+    Raises:
+        ValueError: if it cannot tell how often a loop runs.
+    """
+    found = jmpx.inspect.compiled(program).collectives
+    for one in found:
+        if one.in_while:
+            raise ValueError(f"Cannot tell how often the loop around an {one.kind} runs.")
+    return found
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Makes JAX compile rather than load from its cache, which holds what no pass has written."""
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    cached = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", cached)
+        compilation_cache.reset_cache()
+
+
+def partitioned(lowered: Any, **options: Any) -> tuple[str, Any]:
+    """Compiles a program; returns the HLO that XLA's partitioner made of it, and the program.
+
+    Args:
+        lowered: what `jax.jit(...).lower` returns.
+        options: further options of XLA.
+    """
+    with tempfile.TemporaryDirectory() as folder, compiling():
+        options |= {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
+        compiled = lowered.compile(compiler_options=options)
+        (path,) = Path(folder).glob("*.after_spmd-partitioning.*")
+        return path.read_text(), compiled
+
+
+# --- What runs, and for how long ---
+
+# XLA's estimates for an H100 (`sol`, speed of light) come from products that were measured on one,
+# and are good for ratios of programs at most:
+#
+# - float32 was measured as TF32, for every precision. Of dtypes that were not measured, XLA takes
+#   bfloat16's time and multiplies it by the cube of the bytes of a result, which is undone here, so
+#   float16 counts as bfloat16 by construction. Figures of float8 are beyond the hardware.
+# - Copies have no estimate, and fusions by Triton next to none: these count the bytes that they
+#   read and write, at the bandwidth of the memory. Collectives and calls of cuDNN are not counted.
+
+BANDWIDTH = 3.352e12  # bytes a second, of an H100
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+UNTIMED = FREE | {"call", "after-all", "partition-id", "replica-id"}
+MEASURED = {("bf16",) * 3, ("f32",) * 3}  # operands and result
+BYTES = {"f16": 2, "f32": 4, "f64": 8}
+
+
+class Program(Module):
+    """An optimized program for a GPU, given as text."""
+
+    def run(self, name: str = "", times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """Yields what runs and how often; of a conditional, its longest branch: the update."""
+        for one in self.computations[name or self.entry]:
+            yield one, times
+            if one.kind == "conditional":
+                longest = max(one.called, key=lambda name: len(self.computations[name]))
+                yield from self.run(longest, times)
+            elif one.kind in ("call", "async-start", "while"):
+                yield from self.run(one.called[-1], times * (one.trips or 1))
+
+    def kernels(self) -> list[tuple[Instruction, int]]:
+        """Returns what runs by itself."""
+        timed = lambda kind: kind not in UNTIMED and not kind.endswith("-done")  # noqa: E731
+        return [(one, times) for one, times in self.run() if timed(one.kind)]
+
+    def estimate(self) -> tuple[float, dict[str, int]]:
+        """Returns the milliseconds that a step takes, and what is not in them."""
+        total, untimed = 0.0, collections.Counter[str]()
+        for one, times in self.kernels():
+            spent = self._microseconds(one)
+            total += times * (spent or 0)
+            if spent is None:
+                untimed[one.target or one.kind] += times
+        return total / 1e3, dict(untimed)
+
+    def _microseconds(self, one: Instruction) -> float | None:
+        _, _, text = one.rest.partition("backend_config=")
+        config = json.JSONDecoder().raw_decode(text)[0] if text.startswith("{") else {}
+        costs = {cost["name"]: cost["exec_time_us"] for cost in config.get("reification_cost", ())}
+        sol = costs.get("sol")
+        if kind_of(one):
+            arrays = [*(operand[0] for operand in self.operands(one)[:2]), one.arrays[0]]
+            *operands, result = (dtype for dtype, _ in arrays)
+            measured = (*operands, result) in MEASURED
+            return sol and (sol if measured else sol / BYTES.get(result, 1) ** 3)
+        if one.kind.removesuffix("-start") in COLLECTIVES:
+            return None
+        triton = config.get("fusion_backend_config", {}).get("kind") == "__triton"
+        if sol is not None and not triton and not one.kind.startswith("copy"):
+            return sol
+        read = (self.instructions[key].types for key, _ in one.inputs)
+        return sum(sizes(" ".join((one.types, *read)))) / BANDWIDTH * 1e6
+
+
+# --- The steps ---
+
+# Each step of jmpx, and the step by hand that skips in the same way.
+FLOAT16 = {
+    "jmpx_where": "handwritten",
+    "jmpx_jmp_style": "handwritten_late",
+    "jmpx": "handwritten_cond",
+    "jmpx_counting": "handwritten_cond",
+}
+BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
+DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
+GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
 
 
 def measure(

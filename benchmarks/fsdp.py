@@ -6,8 +6,8 @@
 
 A transformer of 3.27 MiB in float32 is trained with AdamW. Each device stores an eighth of every
 parameter and of the optimizer's state, and reads an eighth of the batch. A line has the MiB that a
-device sends in a step, by kind and dtype, as `collectives.py` counts them; losses and flags, which
-are scalars, are counted apart. `gradient_error` is the norm of the gradients' difference from
+device sends in a step, by kind and dtype, as `compiled_step.py` counts them. Scalars, which are
+losses and flags, are counted apart. `gradient_error` is the norm of the gradients' difference from
 float64's, relative to float64's norm, and `error_one_device` that of the same step on one device.
 Both are computed on CPUs, rounded where the program says so (`jmpx.inspect.emulate`); but sums over
 devices are in float32 there.
@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import collectives
+import compiled_step
 import jax
 import numpy as np
 import optax
@@ -123,7 +123,7 @@ UNDER_SHARD_MAP: dict[str, Way] = {
 WAYS = {**UNDER_JIT, **UNDER_SHARD_MAP}
 
 
-# The step, and what is read from it.
+# --- The step, and what is read from it ---
 
 
 class Problem(NamedTuple):
@@ -189,20 +189,20 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
     prepared = prepare(way, given, devices)
     more: records.Record = {}
     if compiler == "stablehlo":
-        found = collectives.read(prepared.traced.lower())
+        found = compiled_step.sends(prepared.traced.lower())
     elif compiler == "tpu":
         program = prepared.traced.lower(lowering_platforms=("tpu",)).compile()
-        found = collectives.read(program.as_text())
+        found = compiled_step.sends(program.as_text())
         peak = program.memory_analysis().peak_memory_in_bytes
         more = {"peak_mib": peak / 2**20, **tpu.target()}
     else:
-        text, _ = collectives.partitioned(prepared.traced.lower())
-        found = collectives.read(text)
+        text, _ = compiled_step.partitioned(prepared.traced.lower())
+        found = compiled_step.sends(text)
         more["gradient_error"] = gradient_error(way, given, devices)
         more["error_one_device"] = gradient_error(way, given, devices[:1])
     return {
-        "sent_mib": collectives.mib(found),
-        "by_kind": collectives.table(found),
+        "sent_mib": compiled_step.mib(found),
+        "by_kind": compiled_step.mib_by_kind(found),
         "scalars": sum(one.is_scalar for one in found),
         **more,
     }

@@ -14,7 +14,6 @@ import tpu
 from jmpx._inspect.plan.chips import CHIPS, GPU_VERSIONS, missing
 
 PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86 flatbuffers"
-BANDWIDTH = 3.352e12  # bytes a second, of an H100
 ESTIMATED = {"xla_gpu_collect_cost_model_stats": True}  # XLA has no measured products of an A100
 UNTUNED = dict(CHIPS["h100"].options)
 OPTIONS = {"H100": UNTUNED | ESTIMATED, "A100": UNTUNED}

@@ -92,7 +92,7 @@ POINTS = [{"model": model, "way": way} for model, ways in WAYS.items() for way i
 PROFILED = ("by hand", SUMS_WIDE, "c=bf16")
 
 
-# One step.
+# --- One step ---
 
 
 class Program(NamedTuple):
@@ -120,7 +120,7 @@ def drawn(model: str, small: bool) -> tuple[Any, Any]:
 def lower(model: str, way: str, small: bool = False) -> Program:
     (size, *networks), (make, dtype, form) = MODELS[model], WAYS[model][way]
     network = dataclasses.replace(networks[small], **form)
-    step = make(network, dtype, steps.ADAM, scales=dtype == "float16")
+    step = make(network, dtype, scales=dtype == "float16")
     traced = steps.traced(step, *model_steps.abstract(step, network, size), None).step
     return Program(traced.lower(), step, model, small)
 
@@ -168,7 +168,7 @@ def timing(program: Program, compiled: Any) -> Record:
     return {"status": "ok", **figures, "peak_mib": peak, "loss": float(loss)}
 
 
-# Where a step spends its time, and the tables.
+# --- Where a step spends its time, and the tables ---
 
 
 def profile(folder: Path, small: bool = False) -> str:

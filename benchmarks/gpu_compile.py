@@ -9,7 +9,7 @@ ten seconds of a core. The optimizer is Adam; the state is donated. A line has t
 `tpu_compile.py` that this compiler knows, and
 
 - kernels: what runs by itself, the body of a loop once for each of its turns;
-- estimate_ms: XLA's estimate for an H100, for ratios at most (`gpu_program.py` says of what), and
+- estimate_ms: XLA's estimate for an H100, for ratios at most (`compiled_step.py` says of what), and
   not_estimated: what is not in it.
 
 Autotuning and Triton's products are off, so fusions differ from those of a real run.
@@ -23,11 +23,10 @@ import gpu
 import jax
 import jax.numpy as jnp
 import records
-from collectives import read, table
-from compiled_step import clocked
-from gpu_program import Program
+from compiled_step import Program, clocked, mib_by_kind, sends
 from model_steps import Point, trace
-from tpu_compile import CARRIES, MARKED, counts
+from records import Record, table
+from tpu_compile import CARRIES, MARKED, WAYS, counts
 
 import jmpx
 
@@ -55,17 +54,17 @@ GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...], str]] = [
 KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")
 
 
-def points() -> list[records.Record]:
+def points() -> list[Record]:
     """Returns the fields of the points of train steps."""
     found = ((*group, way) for *group, ways, _ in GROUPS for way in ways)
     return [dict(zip((*KEY, "way"), values, strict=True)) for values in found]
 
 
-def compiled(make: Any, chip: str) -> records.Record:
+def compiled(make: Any, chip: str) -> Record:
     """Compiles what a function traces, and returns what was found."""
     program, spent = clocked(make, "cuda", **gpu.OPTIONS[chip])
     hlo, memory = program.as_text(), program.memory_analysis()
-    found, sent = Program(hlo), table(read(hlo))
+    found, sent = Program(hlo), mib_by_kind(sends(hlo))
     milliseconds, untimed = found.estimate()
     guess = {"estimate_ms": milliseconds, "not_estimated": untimed} if chip == "H100" else {}
     return {
@@ -82,17 +81,17 @@ def compiled(make: Any, chip: str) -> records.Record:
     }
 
 
-def measure(chip: str, small: bool = False, **fields: Any) -> records.Record:
+def measure(chip: str, small: bool = False, **fields: Any) -> Record:
     return compiled(lambda: trace(Point(**fields), gpu.devices(chip), small), chip)
 
 
-def measure_fsdp(way: str, small: bool = False) -> records.Record:
+def measure_fsdp(way: str, small: bool = False) -> Record:
     """Compiles a step that eight H100 share, which is small in any case."""
     eight = gpu.devices("H100", fsdp.DEVICES)
     return compiled(lambda: fsdp.prepare(way, fsdp.problem(), eight).traced, "H100")
 
 
-def measure_product(dtypes: list[str], small: bool = False) -> records.Record:
+def measure_product(dtypes: list[str], small: bool = False) -> Record:
     """Compiles a product of two dtypes, which returns bfloat16."""
     on, size = gpu.on(), 256 if small else 4096
     arrays = [jax.ShapeDtypeStruct((size, size), dtype, sharding=on) for dtype in dtypes]
@@ -108,6 +107,81 @@ BENCHMARKS: records.Benchmarks = {
     "gpu_fsdp": ([{"way": way} for way in fsdp.WAYS], measure_fsdp),
     "gpu_products": ([{"dtypes": pair} for pair in PAIRS], measure_product),
 }
+
+
+# --- Tables, which `report.py` writes into the pages ---
+
+NAMES = WAYS | {
+    "by hand": "by hand, scores scaled in float32",
+    "by hand, low scores": "by hand, scores scaled in 16 bits",
+    "by hand, marked blocks": "by hand, blocks marked `dots_with_no_batch_dims_saveable`",
+    "by hand, marked blocks, all dots": "by hand, blocks marked `dots_saveable`",
+    "by hand, cond": "by hand, `cond`",
+    "gradient functions, where": 'jmpx, `skip_by="where"`',
+    "gradient functions, cond": 'jmpx, `skip_by="cond"`',
+}
+MODELS = {"vit": "ViT of width 768", "long_byte_model": "language model of 1,024 tokens"}
+NUMBERS = "peak, MiB", "over by hand", "estimate, ms", "over by hand", "kernels", "compile, s"
+VISITED = ("float32", "by hand", "MPX", "autocast")
+VISITED += ("by hand, marked blocks", "autocast, save")
+VISITED += ("by hand, marked blocks, all dots", "autocast, save attention")
+MORE = ("autocast, save mixed", *BY_ARGUMENTS)
+SHOWN = {
+    "ViT": ("H100", "vit", 4, 64, False, "bfloat16"),
+    "language model": ("H100", "long_byte_model", 4, 16, False, "bfloat16"),
+}
+
+
+def costs(found: list[Record]) -> str:
+    """Returns what each step needs, and its ratios to the step by hand."""
+    steps = [line for line in found if line["benchmark"] == "gpu_compile"]
+    by_hand = {group(line): line for line in steps if line["way"] == "by hand"}
+    rows = (
+        (title(*group(one)), NAMES[one["way"]], *cells(one, by_hand[group(one)])) for one in steps
+    )
+    return table(("GPU compiler", "the step", *NUMBERS), rows)
+
+
+def short(found: list[Record], *more: str) -> str:
+    """Returns memory against time of the bfloat16 steps that are written out, for visitors."""
+    lines = {(*group(one), one["way"]): one for one in found if one["benchmark"] == "gpu_compile"}
+    header = [f"{name}, {number}" for name in SHOWN for number in ("MiB", "peak", "time")]
+    rows = []
+    for way in (*VISITED, *more):
+        row = [NAMES[way]]
+        for shown in SHOWN.values():
+            one, by_hand = lines.get((*shown, way)), lines[*shown, "by hand"]
+            row += [cells(one, by_hand)[i] for i in (0, 1, 3)] if one else [""] * 3
+        rows.append(row)
+    return table(("NVIDIA H100", *header), rows)
+
+
+def architectures(found: list[Record]) -> str:
+    """Returns what steps of other networks need on an H100, over those by hand."""
+    steps = [line for line in found if line["chip"] == "H100" and "estimate_ms" in line]
+    by_hand = {line["model"]: line for line in steps if line["way"] == "by hand"}
+    rows = []
+    for line in steps:
+        name, way = line["model"], line["way"]
+        if name in by_hand and way != "by hand":
+            rows.append((name, f"`{way}`", *cells(line, by_hand[name])[:4]))
+    return table(("H100, the network", "policy", *NUMBERS[:4]), rows)
+
+
+def group(line: Record) -> tuple[Any, ...]:
+    return tuple(line[key] for key in KEY)
+
+
+def title(chip: str, model: str, layers: int, batch: int, scanned: bool, dtype: str) -> str:
+    depth = f"{layers} layers{', scanned' * scanned}"
+    return f"{chip}, {MODELS[model]}, {depth}, batch {batch}, {dtype}"
+
+
+def cells(line: Record, by_hand: Record) -> tuple[str, ...]:
+    guess, peak = line.get("estimate_ms"), line["peak_mib"]
+    times = (f"{guess:.3f}", f"{guess / by_hand['estimate_ms']:.3f}") if guess else ("", "")
+    ratio = f"{peak / by_hand['peak_mib']:.3f}"
+    return f"{peak:,.0f}", ratio, *times, f"{line['kernels']:,}", f"{line['compile_s']:.0f}"
 
 
 main = functools.partial(records.main, __doc__, BENCHMARKS, out=RESULTS)

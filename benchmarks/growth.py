@@ -40,7 +40,7 @@ Line = list[tuple[float, float]]  # sizes and milliseconds
 
 
 def traced(model: Any, implementation: str) -> Any:
-    step = steps.Point(implementation, "float16").make(model, steps.ADAM)
+    step = steps.Point(implementation, "float16").make(model)
     return steps.traced(step, *abstract(step, model, 2), None)
 
 

@@ -81,7 +81,7 @@ class Size(NamedTuple):
 SIZE = Size()
 
 
-# The text.
+# --- The text ---
 
 
 class Text(NamedTuple):
@@ -116,7 +116,7 @@ def pieces(text: np.ndarray, size: Size) -> np.ndarray:
     return text[starts[..., None] + np.arange(size.context + 1)]
 
 
-# The model: a transformer whose parameters are nested dicts.
+# --- The model: a transformer whose parameters are nested dicts ---
 
 
 def init(size: Size, characters: int, seed: int) -> PyTree:
@@ -228,7 +228,7 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     return {"losses": losses, "skipped_steps": int(state[1].total_skipped)}
 
 
-# The points, and the table.
+# --- The points, and the table ---
 
 
 def points() -> list[Record]:

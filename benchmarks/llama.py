@@ -12,7 +12,7 @@ its share of the batch. With `save="products"` no layer is marked: its peer is `
 saved`, where JAX's policy keeps what products of weights made. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
-- sent_mib: what a chip sends in a step, as `collectives.py` counts it; by kind and dtype, too;
+- sent_mib: what a chip sends in a step, as `compiled_step.py` counts it; by kind and dtype, too;
 - tflop: of the products of a chip, counted on the jaxpr by `jmpx.inspect.audit`, a loop's as often
   as it runs;
 
@@ -136,12 +136,12 @@ class Llama(LanguageModel):
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-# The ways.
+# --- The ways ---
 
 
 def autocast(model: Llama, **options: Any) -> Step:
     model = dataclasses.replace(model, islands=False)
-    return steps.autocast_style(model, LOW, steps.ADAM, rules=CARRY, **options)
+    return steps.autocast_style(model, LOW, rules=CARRY, **options)
 
 
 def saved(model: Llama) -> Step:
@@ -150,11 +150,11 @@ def saved(model: Llama) -> Step:
 
 def by_hand(model: Llama, **form: Any) -> Step:
     model = dataclasses.replace(model, **form)
-    return steps.handwritten(model, "float32", steps.ADAM)  # no cast but the model's own
+    return steps.handwritten(model, "float32")  # no cast but the model's own
 
 
 def by_arguments(model: Llama, policy: str | None = None) -> Step:
-    return steps.jmpx_style(model, LOW, steps.ADAM, policy=policy)
+    return steps.jmpx_style(model, LOW, policy=policy)
 
 
 WAYS: dict[str, Callable[[Llama], Step]] = {

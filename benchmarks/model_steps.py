@@ -40,7 +40,7 @@ class Point(NamedTuple):
     dtype: str = LOW  # of transformers; float16 has a dynamic loss scale
 
 
-# Transformers.
+# --- Transformers ---
 
 
 class Network(eqx.Module):
@@ -53,7 +53,7 @@ class Network(eqx.Module):
         return self.model.loss(self.params, x, labels)
 
 
-def by_modules(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
+def by_modules(model: Transformer, dtype: str) -> Step:
     """The transformer as an Equinox module, which casts; the islands stay as they are."""
     policy = f"by=modules,compute={dtype},output=float32"
 
@@ -64,26 +64,24 @@ def by_modules(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> St
         params, opt_state, scaling = state
         grad_fn = jmpx.value_and_grad(loss_fn, scaling, policy=policy)
         loss, scaling, _, grads = grad_fn(Network(params, model), *batch)
-        return (*steps.update(optimizer, grads.params, params, opt_state), scaling), loss
+        return (*steps.update(grads.params, params, opt_state), scaling), loss
 
-    return Step(run, jmpx.NoOpLossScale(), optimizer)
-
-
-def float32(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
-    return steps.handwritten(model, "float32", optimizer)
+    return Step(run, jmpx.NoOpLossScale())
 
 
-def by_arguments(
-    model: Transformer, dtype: str, optimizer: steps.Optimizer, save: str = "products"
-) -> Step:
+def float32(model: Transformer, dtype: str) -> Step:
+    return steps.handwritten(model, "float32")
+
+
+def by_arguments(model: Transformer, dtype: str, save: str = "products") -> Step:
     """The transformer with its islands, whose arguments jmpx casts, and where it keeps less."""
     policy = f"by=arguments,compute={dtype},save={save}"
-    return steps.jmpx_style(model, dtype, optimizer, policy=policy)
+    return steps.jmpx_style(model, dtype, policy=policy)
 
 
-def float32_gradients(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
+def float32_gradients(model: Transformer, dtype: str) -> Step:
     policy = f"by=arguments,compute={dtype},reduce=float32"
-    return steps.jmpx_style(model, dtype, optimizer, policy=policy)
+    return steps.jmpx_style(model, dtype, policy=policy)
 
 
 autocast = steps.autocast_style
@@ -136,7 +134,7 @@ def transformer(point: Point, small: bool) -> Transformer:
     return LanguageModel(**form, **width, **sizes)
 
 
-# The ResNet.
+# --- The ResNet ---
 
 
 def resnet(images: jax.Array) -> jax.Array:
@@ -203,7 +201,7 @@ def resnet_step(way: str) -> Step:
 
         params, opt_state, averages = state
         (loss, averages), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        return (*steps.update(steps.ADAM, grads, params, opt_state), averages), loss
+        return (*steps.update(grads, params, opt_state), averages), loss
 
     def with_mpx(state: PyTree, images: jax.Array, labels: jax.Array) -> Any:
         def loss_fn(params: PyTree, images: jax.Array, labels: jax.Array) -> WITH_STATE:
@@ -217,13 +215,13 @@ def resnet_step(way: str) -> Step:
         return (*new, (scaling, averages)), loss
 
     if way != "MPX":
-        return Step(plain, (), steps.ADAM)
+        return Step(plain, ())
     import mpx
 
-    return Step(with_mpx, mpx.DynamicLossScaling(jnp.float32(1), jnp.float32(1)), steps.ADAM)
+    return Step(with_mpx, mpx.DynamicLossScaling(jnp.float32(1), jnp.float32(1)))
 
 
-# Either, on one chip or on eight.
+# --- Either, on one chip or on eight ---
 
 
 def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
@@ -240,7 +238,7 @@ def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
     if point.way.startswith("autocast"):
         model = dataclasses.replace(model, islands=False)
     scales: Any = {"scales": True} if point.dtype == "float16" else {}
-    step = TRANSFORMER_WAYS[point.way][0](model, point.dtype, steps.ADAM, **scales)
+    step = TRANSFORMER_WAYS[point.way][0](model, point.dtype, **scales)
     return step, *abstract(step, model, size)
 
 

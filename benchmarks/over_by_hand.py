@@ -4,26 +4,39 @@
     PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/over_by_hand.py      # what is missing
     PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/over_by_hand.py --only UNet H100
 
-The networks are those of `architectures.py`; the optimizer is Adam; the state is donated. A line
-has the fields of `gpu_compile.py` or of `tpu_compile.py`. The table has, over the program by hand,
-the peak of memory and the compiler's estimate of the time: milliseconds of an H100, from which the
-convolutions are missing, which are the same in all programs, and cycles of a v5e.
+They are a ResNet-50, a UNet with GroupNorm, a ViT, a language model, a scanned GPT with rotary
+embedding and SwiGLU, a mixture of experts, and a state-space model with an associative scan, in
+plain `jax.numpy`. A network computes in the dtype of its parameters and inputs. Norms, softmax and
+the state of the scan are islands: cast to float32, computed, rounded to the dtype of what came in,
+as Flax does it. In float32 these casts do nothing, so a policy casts a model that has none.
+
+`low_params` makes the program by hand. Its embedding's gradient is summed in bfloat16, because the
+table is cast before its rows are taken, which is how it is usually written.
+
+The optimizer is Adam; the state is donated. A line has the fields of `gpu_compile.py` or of
+`tpu_compile.py`. The table has, over the program by hand, the peak of memory and the compiler's
+estimate of the time: milliseconds of an H100, from which the convolutions are missing, which are
+the same in all programs, and cycles of a v5e.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import architectures
 import gpu
 import gpu_compile
 import jax
+import jax.numpy as jnp
+import numpy as np
 import records
 import steps
 import tpu
 import tpu_compile
-from architectures import ARCHITECTURES, Params
+from jax import lax
+from llama import Llama
 from model_steps import LOW, shapes
+from models import LanguageModel, Params, ViT, affine, cross_entropy, wide
 from records import Record
 from steps import Step
 
@@ -33,6 +46,314 @@ RESULTS = records.RESULTS / "over_by_hand.jsonl"
 CARRY = "; op.scan: bf16"  # a scan hands bfloat16 on
 POLICIES = ("c=bf16", f"c=bf16{CARRY}", "c=bf16,save=products", f"c=bf16,save=products{CARRY}")
 POLICIES += ("c=bf16,save=products+mixed", f"c=bf16,save=products+mixed{CARRY}")
+IN_FLOAT32 = ("norm", "decay")  # the parameters that stay float32 by hand
+
+
+def low_params(params: Params) -> Params:
+    """Casts parameters, except those that islands read."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        names = jax.tree_util.keystr(path)
+        return x if any(name in names for name in IN_FLOAT32) else x.astype(LOW)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+Moments = tuple[jax.Array, jax.Array]  # mean and variance
+
+
+def moments(x: jax.Array, axes: Any) -> Moments:
+    x = wide(x)
+    mean = x.mean(axes, keepdims=True)
+    return mean, jnp.maximum((x**2).mean(axes, keepdims=True) - mean**2, 0)
+
+
+def normalized(norm: Params, x: jax.Array, found: Moments) -> jax.Array:
+    mean, variance = found
+    normal = (wide(x) - mean) * (lax.rsqrt(variance + 1e-5) * norm["scale"])
+    return (normal + norm["bias"]).astype(x.dtype)
+
+
+def norm_of(width: int) -> Params:
+    return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+
+def weight(rng: np.random.Generator, *shape: int) -> jax.Array:
+    scale = np.prod(shape[:-1]) ** -0.5
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+
+def linear(rng: np.random.Generator, inputs: int, outputs: int) -> Params:
+    return {"w": weight(rng, inputs, outputs), "b": jnp.zeros(outputs)}
+
+
+def convolve(w: jax.Array, x: jax.Array, stride: int = 1) -> jax.Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
+
+
+def images(rng: np.random.Generator, size: int, side: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=(size, side, side, 3)), jnp.float32)
+
+
+# --- Convolutions ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNet:
+    """A ResNet-50, whose BatchNorms keep running averages."""
+
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    width: int = 64
+    classes: int = 1000
+    side: int = 224
+
+    def init(self, rng: np.random.Generator) -> Params:
+        params = {"stem": weight(rng, 7, 7, 3, self.width), "norm": norm_of(self.width)}
+        blocks, inputs = [], self.width
+        for stage, depth in enumerate(self.depths):
+            width = self.width * 2**stage
+            for _ in range(depth):
+                blocks.append(self._block_of(rng, inputs, width))
+                inputs = 4 * width
+        return params | {"blocks": blocks, "head": linear(rng, inputs, self.classes)}
+
+    def _block_of(self, rng: np.random.Generator, inputs: int, width: int) -> Params:
+        kernels = ((1, inputs, width), (3, width, width), (1, width, 4 * width))
+        block: Params = {f"w{i}": weight(rng, k, k, *io) for i, (k, *io) in enumerate(kernels)}
+        block |= {f"norm{i}": norm_of(outputs) for i, (*_, outputs) in enumerate(kernels)}
+        if inputs != 4 * width:
+            block |= {
+                "w_skip": weight(rng, 1, 1, inputs, 4 * width),
+                "norm_skip": norm_of(4 * width),
+            }
+        return block
+
+    def averages(self, params: Params) -> Params:
+        """Returns the running averages of the norms, in the order in which these run."""
+        blocks = params["blocks"]
+        norms = [block[name] for block in blocks for name in sorted(block) if "norm" in name]
+        return [{"mean": n["bias"], "variance": n["scale"]} for n in (params["norm"], *norms)]
+
+    def batch(self, rng: np.random.Generator, size: int) -> tuple[jax.Array, jax.Array]:
+        return images(rng, size, self.side), jnp.asarray(rng.integers(self.classes, size=size))
+
+    def loss(
+        self, params: Params, averages: Params, x: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, Params]:
+        found: list[Params] = []
+
+        def norm(params: Params, x: jax.Array) -> jax.Array:
+            mean, variance = moments(x, (0, 1, 2))
+            found.append({"mean": mean.ravel(), "variance": variance.ravel()})
+            return normalized(params, x, (mean, variance))
+
+        def block(params: Params, x: jax.Array, stride: int) -> jax.Array:
+            h = jax.nn.relu(norm(params["norm0"], convolve(params["w0"], x)))
+            h = jax.nn.relu(norm(params["norm1"], convolve(params["w1"], h, stride)))
+            h = norm(params["norm2"], convolve(params["w2"], h))
+            if "w_skip" in params:
+                x = norm(params["norm_skip"], convolve(params["w_skip"], x, stride))
+            return jax.nn.relu(x + h)
+
+        x = jax.nn.relu(norm(params["norm"], convolve(params["stem"], x, 2)))
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        firsts = np.cumsum(self.depths)[:-1]
+        for number, one in enumerate(params["blocks"]):
+            x = block(one, x, 2 if number in firsts else 1)
+        loss = cross_entropy(affine(params["head"], x.mean((1, 2))), labels)
+        return loss, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, averages, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class UNet:
+    """A UNet that predicts the noise in images, as diffusion models train it."""
+
+    widths: tuple[int, ...] = (64, 128, 256)
+    groups: int = 32
+    side: int = 64
+
+    def init(self, rng: np.random.Generator) -> Params:
+        times, (first, *_) = 4 * self.widths[0], self.widths
+        block = lambda i, o: self._block_of(rng, i, o, times)  # noqa: E731
+        down, up, last = [], [], first
+        for width in self.widths:
+            down.append({"blocks": [block(last, width), block(width, width)]})
+            down[-1]["shrink"] = weight(rng, 3, 3, width, width)
+            up.insert(0, {"grow": weight(rng, 3, 3, width, width), "blocks": []})
+            up[0]["blocks"] = [block(2 * width, width), block(2 * width, last)]
+            last = width
+        return {
+            "times": [linear(rng, first, times), linear(rng, times, times)],
+            "first": weight(rng, 3, 3, 3, first),
+            "down": down,
+            "middle": block(last, last),
+            "up": up,
+            "norm": norm_of(first),
+            "last": weight(rng, 3, 3, first, 3),
+        }
+
+    def _block_of(self, rng: np.random.Generator, inputs: int, outputs: int, times: int) -> Params:
+        block = {"norm0": norm_of(inputs), "w0": weight(rng, 3, 3, inputs, outputs)}
+        block |= {"norm1": norm_of(outputs), "w1": weight(rng, 3, 3, outputs, outputs)}
+        block["times"] = linear(rng, times, outputs)
+        return block | ({"skip": weight(rng, 1, 1, inputs, outputs)} if inputs != outputs else {})
+
+    def batch(self, rng: np.random.Generator, size: int) -> tuple[jax.Array, ...]:
+        """Returns noisy images, the times of the diffusion, and the noise."""
+        times = jnp.asarray(rng.integers(1000, size=size), jnp.float32)
+        return images(rng, size, self.side), times, images(rng, size, self.side)
+
+    def loss(self, params: Params, x: jax.Array, times: jax.Array, noise: jax.Array) -> jax.Array:
+        time = self._embedded(params, times, x.dtype)
+        x = convolve(params["first"], x)
+        kept = []
+        for level in params["down"]:
+            for block in level["blocks"]:
+                x = self._block(block, x, time)
+                kept.append(x)
+            x = convolve(level["shrink"], x, 2)
+        x = self._block(params["middle"], x, time)
+        for level in params["up"]:
+            x = convolve(level["grow"], x.repeat(2, 1).repeat(2, 2))
+            for block in level["blocks"]:
+                x = self._block(block, jnp.concatenate([x, kept.pop()], -1), time)
+        x = convolve(params["last"], jax.nn.silu(self._norm(params["norm"], x)))
+        return jnp.mean((wide(x) - noise) ** 2)
+
+    def _embedded(self, params: Params, times: jax.Array, dtype: Any) -> jax.Array:
+        half = self.widths[0] // 2
+        angles = times[:, None] * 1e4 ** -(np.arange(half, dtype=np.float32) / half)
+        time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(dtype)
+        first, second = params["times"]
+        return jax.nn.silu(affine(second, jax.nn.silu(affine(first, time))))
+
+    def _norm(self, norm: Params, x: jax.Array) -> jax.Array:
+        """Returns GroupNorm: the last axis has as many groups as go into it."""
+        grouped = x.reshape(*x.shape[:3], self.groups, -1)
+        by_group = jax.tree.map(lambda p: p.reshape(self.groups, -1), norm)
+        return normalized(by_group, grouped, moments(grouped, (1, 2, 4))).reshape(x.shape)
+
+    def _block(self, params: Params, x: jax.Array, time: jax.Array) -> jax.Array:
+        h = convolve(params["w0"], jax.nn.silu(self._norm(params["norm0"], x)))
+        h = h + affine(params["times"], time)[:, None, None]
+        h = convolve(params["w1"], jax.nn.silu(self._norm(params["norm1"], h)))
+        return h + (convolve(params["skip"], x) if "skip" in params else x)
+
+
+# --- Sequences ---
+
+
+class Normalized:
+    """LayerNorm as Flax computes it, in place of a transformer's own."""
+
+    def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
+        return normalized(norm, x, moments(x, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionTransformer(Normalized, ViT):
+    layers: int = 4
+    width: int = 768
+    heads: int = 12
+    hidden: int = 3072
+    classes: int = 1000
+    image: int = 224
+    patch: int = 16
+    scaled_low: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TextModel(Normalized, LanguageModel):
+    layers: int = 4
+    classes: int = 256
+    length: int = 1024
+    scaled_low: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT(Llama):
+    """A GPT whose layers are scanned, with rotary embedding, SwiGLU and RMSNorm."""
+
+    layers: int = 8
+    width: int = 768
+    heads: int = 12
+    groups: int = 12
+    hidden: int = 2048
+    classes: int = 256
+    length: int = 1024
+    checkpointed: bool = False
+
+    def normalized(self, norm: jax.Array, x: jax.Array) -> jax.Array:
+        x32 = wide(x)
+        factor = lax.rsqrt((x32**2).mean(-1, keepdims=True) + 1e-5) * norm
+        return (x32 * factor).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts(TextModel):
+    """A language model in which each token takes one expert, if that has a place left."""
+
+    experts: int = 8
+
+    def _layer(self, rng: np.random.Generator) -> Params:
+        layer = super()._layer(rng)
+        sizes = {"mlp1": (self.width, self.hidden), "mlp2": (self.hidden, self.width)}
+        layer |= {name: weight(rng, self.experts, *size) for name, size in sizes.items()}
+        return layer | {"router": weight(rng, self.width, self.experts)}
+
+    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+        x = x + self._attention(layer, self.normalized(layer["norm1"], x))
+        return x + self._mixed(layer, self.normalized(layer["norm2"], x))
+
+    def _mixed(self, layer: Params, x: jax.Array) -> jax.Array:
+        gates = jax.nn.softmax(wide(x @ layer["router"]))
+        chosen = gates.argmax(-1)[..., None] == jnp.arange(self.experts)
+        places = jnp.cumsum(chosen, axis=1) - 1
+        free = jnp.arange(x.shape[1] * 5 // 4 // self.experts)
+        dispatched = (chosen[..., None] & (places[..., None] == free)).astype(x.dtype)
+        combined = dispatched * gates[..., None].astype(x.dtype)
+        h = jnp.einsum("btec,btd->ebcd", dispatched, x)
+        h = jax.nn.gelu(jnp.einsum("ebcd,edh->ebch", h, layer["mlp1"]))
+        h = jnp.einsum("ebch,ehd->ebcd", h, layer["mlp2"])
+        return jnp.einsum("btec,ebcd->btd", combined, h)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpace(TextModel):
+    """A language model that mixes positions by a gated linear recurrence, scanned in parallel."""
+
+    def _layer(self, rng: np.random.Generator) -> Params:
+        layer = {"norm1": norm_of(self.width), "in": linear(rng, self.width, 2 * self.width)}
+        layer |= {"steps": linear(rng, self.width, self.width), "decay": jnp.zeros(self.width)}
+        return layer | {"out": linear(rng, self.width, self.width)}
+
+    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+        h = affine(layer["in"], self.normalized(layer["norm1"], x))
+        u, gate = jnp.split(h, 2, axis=-1)
+        steps = jax.nn.softplus(wide(affine(layer["steps"], u)))
+        decays = jnp.exp(-steps * jnp.exp(layer["decay"]))
+        both = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+        _, states = lax.associative_scan(both, (decays, steps * wide(u)), axis=1)
+        return x + affine(layer["out"], states.astype(x.dtype) * jax.nn.gelu(gate))
+
+
+TINY: Any = {"layers": 2, "width": 128, "heads": 2, "hidden": 256}
+SHORT: Any = TINY | {"length": 64}
+# The batch, the network, and a small one to try.
+ARCHITECTURES: dict[str, tuple[int, Any, Any]] = {
+    "ResNet-50": (32, ResNet(), ResNet((1, 1), 16, 10, 32)),
+    "UNet": (16, UNet(), UNet((16, 32), 4, 16)),
+    "ViT": (64, VisionTransformer(), VisionTransformer(**TINY, image=32)),
+    "language model": (16, TextModel(), TextModel(**SHORT)),
+    "scanned GPT": (16, GPT(), GPT(**SHORT, groups=2)),
+    "mixture of experts": (16, Experts(), Experts(**SHORT, experts=4)),
+    "state-space model": (16, StateSpace(), StateSpace(**SHORT)),
+}
+
+
+# --- Steps ---
+
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -46,7 +367,7 @@ def loss_of(model: Any) -> Loss:
 def by_hand(loss_fn: Loss) -> Loss:
     def low(params: Params, averages: Any, x: jax.Array, *rest: jax.Array) -> Any:
         inputs = steps.cast(x, LOW)  # tokens stay integers
-        return loss_fn(architectures.cast(params, LOW), averages, inputs, *rest)
+        return loss_fn(low_params(params), averages, inputs, *rest)
 
     return low
 
@@ -72,7 +393,7 @@ def trace(chip: str, model: str, way: str, small: bool) -> Any:
         params, opt_state, averages = state
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, averages), grads = grad_fn(params, averages, *batch)
-        return (*steps.update(steps.ADAM, grads, params, opt_state), averages), loss
+        return (*steps.update(grads, params, opt_state), averages), loss
 
     params, batch = shapes(network, size)
     averages = network.averages(params) if hasattr(network, "averages") else None
@@ -80,7 +401,7 @@ def trace(chip: str, model: str, way: str, small: bool) -> Any:
     state, batch = tpu.described(
         (state, batch), jax.tree.map(lambda _: CHIPS[chip](), (state, batch))
     )
-    return steps.traced(Step(run, (), steps.ADAM), state, batch, None).step
+    return steps.traced(Step(run, ()), state, batch, None).step
 
 
 def measure(chip: str, model: str, way: str, small: bool = False) -> Record:

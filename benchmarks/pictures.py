@@ -4,8 +4,9 @@
     python benchmarks/pictures.py peak_memory layers   # these
     python benchmarks/pictures.py choose               # one that a program draws, in minutes
 
-Programs draw blame, choose, haiku_float16 and reinforce; the others are made of the lines in
-`results/`. Each is drawn twice, as NAME.png in the style of `light.mplstyle` and as NAME-dark.png.
+Programs draw blame, choose, haiku_float16 and reinforce. loss_scales runs a second; the others are
+made of the lines in `results/`. Each is drawn twice, as NAME.png in the style of `light.mplstyle`
+and as NAME-dark.png.
 """
 
 import argparse
@@ -17,13 +18,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gpu_tables
+import gpu_compile
 import growth
+import jax
+import jax.numpy as jnp
 import matplotlib
+import optax
 import records
 import storage
-import tpu_tables
+import tpu_compile
 from records import Record
+
+import jmpx
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -33,7 +39,7 @@ IMAGES = FOLDER.parent / "docs" / "images"
 BLUE, RED, GREEN, SKY, ORANGE, _, GREY, INK = (f"C{number}" for number in range(8))
 PEAKS = {
     "float32": ("float32", GREY),
-    tpu_tables.LOW_SCORES: ("bfloat16 by hand", INK),
+    tpu_compile.LOW_SCORES: ("bfloat16 by hand", INK),
     "autocast": ("by=operations,c=bf16", SKY),
     "autocast, save": ("…,save=products", BLUE),
 }
@@ -74,13 +80,13 @@ def finish(figure: Any, text: str, found: Iterable[Record]) -> Any:
 
 
 def peak_memory() -> Any:
-    tpu, gpu = records.read(tpu_tables.RESULTS), records.read(gpu_tables.RESULTS)
+    tpu, gpu = records.read(tpu_compile.RESULTS), records.read(gpu_compile.RESULTS)
     gpu = [line for line in gpu if line["benchmark"] == "gpu_compile"]
     shown = {}
-    for name, ours in {"ViT": tpu_tables.VIT, "Language model": tpu_tables.BYTES}.items():
-        group = gpu_tables.SHOWN["ViT" if name == "ViT" else "language model"]
-        shown[f"{name}, TPU v5e"] = tpu_tables.groups(tpu)[ours]
-        lines = {line["way"]: line for line in gpu if gpu_tables.group(line) == group}
+    for name, ours in {"ViT": tpu_compile.VIT, "Language model": tpu_compile.BYTES}.items():
+        group = gpu_compile.SHOWN["ViT" if name == "ViT" else "language model"]
+        shown[f"{name}, TPU v5e"] = tpu_compile.groups(tpu)[ours]
+        lines = {line["way"]: line for line in gpu if gpu_compile.group(line) == group}
         shown[f"{name}, H100"] = lines
     figure, each = panels(2, 2, 4.2, sharex=True, sharey=True)
     for axes, (title, lines) in zip(each, shown.items(), strict=True):
@@ -117,10 +123,10 @@ def layers() -> Any:
 
 def gpu_steps() -> Any:
     """Draws the steps of the GPU's table: to the left is less memory, below is less time."""
-    found = [r for r in records.read(gpu_tables.RESULTS) if r["benchmark"] == "gpu_compile"]
+    found = [r for r in records.read(gpu_compile.RESULTS) if r["benchmark"] == "gpu_compile"]
     figure, both = panels(1, 2, 3.6, sharey=True)
-    for axes, (model, group) in zip(both, gpu_tables.SHOWN.items(), strict=True):
-        lines = {r["way"]: r for r in found if gpu_tables.group(r) == group}
+    for axes, (model, group) in zip(both, gpu_compile.SHOWN.items(), strict=True):
+        lines = {r["way"]: r for r in found if gpu_compile.group(r) == group}
         for way, (color, words, place) in TRADES.items():
             keys = "peak_mib", "estimate_ms"
             point = [lines[way][key] / lines["by hand"][key] for key in keys]
@@ -179,12 +185,76 @@ def stored() -> Any:
     return finish(figure, "What storing parameters in 16 bits loses", found)
 
 
+# --- The run of docs/logging.md; in the second one, parameters become NaN at a step ---
+
+STEPS, BROKEN = 600, 300
+optimizer = jmpx.skip_nonfinite(optax.adam(0.1))
+
+
+def loss_fn(params, x, y):
+    """Returns the squared error of a layer."""
+    prediction = jnp.tanh(x @ params["w"])
+    return jnp.mean((prediction - y).astype(jnp.float32) ** 2)
+
+
+def batch(step):
+    """Makes the batch of a step, with noise."""
+    key, noise_key = jax.random.split(jax.random.key(step))
+    x = jax.random.normal(key, (64, 3))
+    y = jnp.tanh(x @ jnp.array([[0.5], [-1.0], [2.0]]))
+    return x, y + 0.3 * jax.random.normal(noise_key, y.shape)
+
+
+@jax.jit
+def train_step(params, opt_state, loss_scale, x, y):
+    """Takes a step in float16."""
+    grad_fn = jmpx.value_and_grad(loss_fn, loss_scale, policy="by=arguments,c=f16")
+    _, loss_scale, finite, grads = grad_fn(params, x, y)
+    params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite)
+    return params, opt_state, loss_scale, jmpx.metrics(opt_state, loss_scale)
+
+
+def run(broken):
+    """Returns the metrics of all steps."""
+    params = {"w": jnp.zeros((3, 1))}
+    state = params, optimizer.init(params), jmpx.DynamicLossScale(2.0**18, period=50)
+    logged = []
+    for step in range(STEPS):
+        if step == broken:
+            state = {"w": jnp.full((3, 1), jnp.nan)}, *state[1:]
+        *state, metrics = train_step(*state, *batch(step))
+        logged.append(jax.device_get(metrics))
+    return logged
+
+
+def loss_scales() -> Any:
+    runs = {"healthy": run(None), f"diverged at step {BROKEN}": run(BROKEN)}
+    figure, each = panels(2, 2, 4, sharex=True, sharey="row")
+    for number, (title, logged) in enumerate(runs.items()):
+        above, below = each[number], each[number + 2]
+        above.plot([each["loss_scale"] for each in logged], color=BLUE)
+        above.set_yscale("log", base=2)
+        above.set_title(title)
+        for name, color in (("total_skipped", ORANGE), ("consecutive_skipped", RED)):
+            below.plot([each[name] for each in logged], color=color, label=name)
+        below.set_yscale("symlog", linthresh=10)
+        below.set_yticks([0, 5, 10, 100, 300], ["0", "5", "10", "100", "300"])
+        below.set_xlabel("step")
+    for axes in each:
+        axes.grid()
+    each[0].set_ylabel("loss_scale")
+    each[2].set_ylabel("skipped steps")
+    each[2].legend(loc="upper left")
+    return figure
+
+
 DRAWN = {
     records.RESULTS / "peak_memory.png": peak_memory,
     records.RESULTS / "layers.png": layers,
     records.RESULTS / "gpu_steps.png": gpu_steps,
     records.RESULTS / "growth.png": growing,
     IMAGES / "storage.png": stored,
+    IMAGES / "loss_scales.png": loss_scales,
 }
 VIT = "examples/equinox/train_vit.py:make_losses"
 BLAME = f"""
@@ -197,7 +267,7 @@ report.plot(sys.argv[1].removeprefix("--plot="))
 RUNS = {  # commands of the repository that take --plot=FILE
     IMAGES / "blame.png": f"-c {shlex.quote(BLAME)}",
     IMAGES / "choose.png": f"-m jmpx choose {VIT} --error 0.004 --chip v5e",
-    IMAGES / "haiku_float16.png": "examples/haiku/train.py --mp_policy=16-mixed "
+    IMAGES / "haiku_float16.png": "examples/haiku/plot.py --mp_policy=16-mixed "
     "--mp_loss_scale=dynamic,init=2**24,period=50",
     IMAGES / "reinforce.png": "examples/equinox/reinforce.py",
 }

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import compiled_step
-import gpu_tables
+import gpu_compile
 import language_model
 import llama
 import mutants
 import records
 import roundings
 import storage
-import tpu_tables
+import tpu_compile
 from records import Record, Row, plain, table, table_of_bars
 
 FOLDER = Path(__file__).parent
@@ -30,15 +30,11 @@ ROOT = FOLDER.parent
 PAGE = FOLDER / "README.md"
 MARKS = "<!-- table, by report.py -->", "<!-- end -->"
 
-# The bars: what has to hold, and what was measured. These are on the first page.
+# --- The bars: what has to hold, and what was measured ---
 
-HEADLINE = re.compile(
-    "(kernels|bytes): (jmpx over|jmpx_where)|time: jmp over|residual|24 layers$"
-    "|by hand's|import|MiB sent|error over|TPU"
-)
 COUNTS = {"kernels": "kernels", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12, "arguments, save": 0.12}
-TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
+TRACES = {"24 layers": 2.3}
 BY_HAND = {f"{layers} layers, by hand": 1.15 for layers in (12, 24, 96)}
 MARKED_BLOCKS = {f"{layers} layers, marked blocks": 1.15 for layers in (12, 48, 96)}
 MARKED_BLOCKS["24 layers, scanned, marked blocks"] = 1.0
@@ -48,10 +44,8 @@ SENT = {  # what a device may send in a step, in MiB
     ("fsdp_stablehlo", "jmpx.distributed.gather, c=bf16"): 4.3,
     ("fsdp_stablehlo", "jmpx.distributed.gather, c=bf16,r=bf16"): 2.9,
 }
-EXACT = {  # what sums gradients in float32, where weights are gathered in bfloat16
-    "c=bf16,r=f32": "all-reduce f32",
-    "jmpx.distributed.gather, c=bf16": "reduce-scatter f32",
-}
+# Steps that gather weights in bfloat16 and sum gradients in float32.
+EXACT = ("c=bf16,r=f32", "jmpx.distributed.gather, c=bf16")
 ROUTER = "; */router: c=f32,m=highest"  # how the policy ends whose steps have a bar
 
 
@@ -88,17 +82,16 @@ def bars(found: list[Record]) -> Iterator[Row]:
 
 def compiled_bars(found: list[Record]) -> Iterator[Row]:
     steps = {(r["implementation"], r["dtype"]): r for r in found if r["layers"] == 12}
-    float16, bfloat16 = compiled_step.FLOAT16, compiled_step.BFLOAT16
-    for dtype, pairs, bar in (("float16", float16, 1.01), ("bfloat16", bfloat16, 1.0)):
-        for name, by_hand in pairs.items():
-            ours, words = steps[name, dtype], f"{name} over {by_hand}"
-            forms = [(form, dtype) for form in (by_hand, compiled_step.DIVIDE.get(by_hand))]
-            theirs = [steps[form] for form in forms if form in steps]
-            for key, count in COUNTS.items():
-                better = min(form[key] for form in theirs)
-                yield Row(f"{dtype}, {count}: {words}", ours[key] / better, bar)
-            ratio = ours["compile_cpu_s"] / theirs[0]["compile_cpu_s"]
-            yield Row(f"{dtype}, compile time: {words}", ratio, 1.1)
+    for dtype, name, by_hand, bar in (
+        ("float16", "jmpx_where", "handwritten", 1.01),
+        ("float16", "jmpx", "handwritten_cond", 1.01),
+        ("bfloat16", "jmpx", "handwritten", 1.0),
+    ):
+        forms = [(form, dtype) for form in (by_hand, compiled_step.DIVIDE[by_hand])]
+        for key, count in COUNTS.items():
+            better = min(steps[form][key] for form in forms if form in steps)
+            words = f"{dtype}, {count}: {name} over {by_hand}"
+            yield Row(words, steps[name, dtype][key] / better, bar)
     jmp, ours = steps["jmp", "float16"], steps["jmpx_where", "float16"]
     ratio = jmp["compile_cpu_s"] / ours["compile_cpu_s"]
     yield Row("float16, compile time: jmp over jmpx_where", ratio, 6, least=True)
@@ -109,11 +102,6 @@ def fsdp_bars(found: list[Record]) -> Iterator[Row]:
         way, name = record["way"], record["benchmark"]
         if bar := SENT.get((name, way)):
             yield Row(f"FSDP, MiB sent: {way}, {name}", record["sent_mib"], bar)
-        if way in EXACT:
-            sent = sum(record["by_kind"].get(kind, 0) for kind in ("all-gather bf16", EXACT[way]))
-            words = "gathered in bfloat16 or reduced in float32"
-            share = sent / sum(record["by_kind"].values())
-            yield Row(f"FSDP, share {words}: {way}, {name}", share, 1, least=True)
         if way in EXACT and "gradient_error" in record:
             ratio = record["gradient_error"] / record["error_one_device"]
             # Unrounded sums differ by their order alone, rounded ones are worse on one device.
@@ -137,7 +125,7 @@ def tpu_bars(steps: list[Record], products: list[Record]) -> Iterator[Row]:
     yield Row("TPU v5e, cycles of a bfloat16 product: highest over unset", ratio, 1)
 
 
-# The tables.
+# --- The tables ---
 
 STEPS = {  # how a step is written, and what it skips with
     "handwritten_cond": ("by hand, `g * (1 / scale)`", "`cond`"),
@@ -169,26 +157,26 @@ def programs(found: list[Record], names: Iterable[str] = STEPS) -> str:
 
 def pages() -> dict[Path, str]:
     """Returns the text that each page should have."""
-    found, tpu = records.read(records.CPU), records.read(tpu_tables.RESULTS)
-    headlines = table_of_bars(row for row in bars(found) if HEADLINE.search(row.measure))
+    found, tpu = records.read(records.CPU), records.read(tpu_compile.RESULTS)
+    headlines = table_of_bars(bars(found))
     learned = language_model.table(records.read(language_model.RESULTS))
     stored = [r for r in records.read(storage.RESULTS) if records.version_of(r) == "0.10.2"]
     at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
-    peaks, gpu = tpu_tables.visited(tpu), records.read(gpu_tables.RESULTS)
-    on_gpu, page = gpu_tables.short(gpu), between(MARKS, headlines, PAGE.read_text())
-    page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
-    all_ways = tpu_tables.visited(tpu, tpu_tables.MIXED), gpu_tables.short(gpu, *gpu_tables.MORE)
+    peaks, gpu = tpu_compile.visited(tpu), records.read(gpu_compile.RESULTS)
+    on_gpu, page = gpu_compile.short(gpu), between(MARKS, headlines, PAGE.read_text())
+    page = between(tpu_compile.MARKS, tpu_compile.short(tpu), page)
+    more = tpu_compile.visited(tpu, tpu_compile.MIXED), gpu_compile.short(gpu, *gpu_compile.MORE)
     tables = {
         "README.md": (programs(found, VISITED), peaks, on_gpu),
-        "docs/cost.md": (programs(found), *all_ways, tpu_tables.costs(tpu), at_scale),
+        "docs/cost.md": (programs(found), *more, tpu_compile.costs(tpu), at_scale),
         "docs/reliability.md": (planted,),
         "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    others = gpu_tables.architectures(records.read(records.RESULTS / "over_by_hand.jsonl"))
-    return {PAGE: replaced(page, learned, at_scale, gpu_tables.costs(gpu), others), **texts}
+    others = gpu_compile.architectures(records.read(records.RESULTS / "over_by_hand.jsonl"))
+    return {PAGE: replaced(page, learned, at_scale, gpu_compile.costs(gpu), others), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

@@ -20,8 +20,7 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 """
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from models import Transformer, cross_entropy
 import jmpx
 
 PyTree = Any
-Optimizer = optax.GradientTransformation
 
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
@@ -49,7 +47,7 @@ class Step(NamedTuple):
 
     run: Callable[..., tuple[PyTree, jax.Array]]
     scaling: PyTree
-    optimizer: Optimizer
+    optimizer: optax.GradientTransformation = ADAM
 
 
 class Point(NamedTuple):
@@ -58,19 +56,12 @@ class Point(NamedTuple):
     implementation: str
     dtype: str
 
-    def make(self, model: Transformer, optimizer: Optimizer) -> Step:
+    def make(self, model: Transformer) -> Step:
         make, _ = IMPLEMENTATIONS[self.implementation]
-        dtype, _, _ = self.dtype.partition("_")
-        return make(model, dtype, optimizer, scales=self.dtype in SCALED)
+        return make(model, self.dtype.partition("_")[0], scales=self.dtype in SCALED)
 
 
-def points(implementations: Iterable[str], dtypes: Sequence[str]) -> list[Point]:
-    """Returns the pairs that exist and whose library is installed."""
-    installed = [n for n in implementations if n not in PEERS or importlib.util.find_spec(n)]
-    return [Point(n, d) for n in installed for d in dtypes if d in IMPLEMENTATIONS[n][1]]
-
-
-# By hand.
+# --- By hand ---
 
 
 def cast(tree: PyTree, dtype: str) -> PyTree:
@@ -79,10 +70,8 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
     return jax.tree.map(lambda x: x.astype(dtype) if floating(x) else x, tree)
 
 
-def update(
-    optimizer: Optimizer, grads: PyTree, params: PyTree, opt_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    updates, opt_state = optimizer.update(grads, opt_state, params)
+def update(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    updates, opt_state = ADAM.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -109,7 +98,6 @@ def by_cond(finite: jax.Array, new: Callable[..., Any], grads: PyTree, *old: PyT
 def handwritten(
     model: Transformer,
     dtype: str,
-    optimizer: Optimizer,
     scales: bool = False,
     skip: Callable[..., Any] = by_where,
     late: bool = False,
@@ -125,7 +113,7 @@ def handwritten(
     def plain(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, scaling = state
         loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-        return (*update(optimizer, grads, params, opt_state), scaling), loss
+        return (*update(grads, params, opt_state), scaling), loss
 
     def scaled(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, (scale, counter, _) = state
@@ -135,7 +123,7 @@ def handwritten(
         finite = all_finite(grads)
 
         def new(grads: PyTree, *old: PyTree) -> Any:
-            return update(optimizer, unscale(grads, jnp.float32(1) if late else scale), *old)
+            return update(unscale(grads, jnp.float32(1) if late else scale), *old)
 
         params, opt_state = skip(finite, new, grads, params, opt_state)
         due = counter == PERIOD - 1
@@ -145,16 +133,14 @@ def handwritten(
         return (params, opt_state, (scale, counter, finite)), loss  # the flag is an output
 
     if not scales:
-        return Step(plain, (), optimizer)
-    return Step(scaled, (jnp.float32(START), jnp.int32(0), jnp.array(True)), optimizer)
+        return Step(plain, ())
+    return Step(scaled, (jnp.float32(START), jnp.int32(0), jnp.array(True)))
 
 
-# As the libraries' users write it.
+# --- As the libraries' users write it ---
 
 
-def jmp_style(
-    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool = False, library: str = "jmp"
-) -> Step:
+def jmp_style(model: Transformer, dtype: str, scales: bool = False, library: str = "jmp") -> Step:
     jmp = importlib.import_module(library)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
@@ -167,18 +153,17 @@ def jmp_style(
         params, opt_state, loss_scale = state
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params, loss_scale, *batch)
         grads = loss_scale.unscale(grads)
-        new = update(optimizer, grads, params, opt_state)
+        new = update(grads, params, opt_state)
         if scales:
             finite = jmp.all_finite(grads)
             loss_scale = loss_scale.adjust(finite)
             new = jmp.select_tree(finite, new, (params, opt_state))
         return (*new, loss_scale), loss
 
-    scaling = jmp.DynamicLossScale(jnp.float32(START)) if scales else jmp.NoOpLossScale()
-    return Step(run, scaling, optimizer)
+    return Step(run, jmp.DynamicLossScale(jnp.float32(START)) if scales else jmp.NoOpLossScale())
 
 
-def mpx_style(model: Transformer, dtype: str, optimizer: Optimizer, scales: bool = False) -> Step:
+def mpx_style(model: Transformer, dtype: str, scales: bool = False) -> Step:
     import mpx
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
@@ -186,24 +171,23 @@ def mpx_style(model: Transformer, dtype: str, optimizer: Optimizer, scales: bool
         mpx.set_half_precision_datatype(jnp.dtype(dtype))  # global in MPX, read while tracing
         grad_fn = mpx.filter_value_and_grad(model.loss, scaling)
         loss, scaling, finite, grads = grad_fn(params, *batch)
-        new = mpx.optimizer_update(params, optimizer, opt_state, grads, finite)
+        new = mpx.optimizer_update(params, ADAM, opt_state, grads, finite)
         return (*new, scaling), loss
 
     start = jnp.float32(START if scales else 1)
-    return Step(run, mpx.DynamicLossScaling(start, jnp.float32(1)), optimizer)
+    return Step(run, mpx.DynamicLossScaling(start, jnp.float32(1)))
 
 
 def jmpx_style(
     model: Transformer,
     dtype: str,
-    optimizer: Optimizer,
     scales: bool = False,
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
     **skip: Any,
 ) -> Step:
-    optimizer = jmpx.skip_nonfinite(optimizer) if counting else optimizer
+    optimizer = jmpx.skip_nonfinite(ADAM) if counting else ADAM
 
     def run(state: PyTree, *arrays: jax.Array) -> Any:
         params, opt_state, scaling = state
@@ -213,7 +197,7 @@ def jmpx_style(
         if scales:
             new = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite, **skip)
         else:
-            new = update(optimizer, grads, params, opt_state)
+            new = update(grads, params, opt_state)
         return (*new, scaling), loss
 
     return Step(run, jmpx.DynamicLossScale(START) if scales else jmpx.NoOpLossScale(), optimizer)
@@ -222,7 +206,6 @@ def jmpx_style(
 def autocast_style(
     model: Transformer,
     dtype: str,
-    optimizer: Optimizer,
     scales: bool = False,
     rules: str = "",
     with_loss: bool = False,
@@ -236,7 +219,7 @@ def autocast_style(
 
     if with_loss:
         loss_fn = jmpx.autocast(model.loss, f"compute={dtype}{rules}", **options)
-    return jmpx_style(model, dtype, optimizer, scales, loss_fn=loss_fn, policy="full")
+    return jmpx_style(model, dtype, scales, loss_fn=loss_fn, policy="full")
 
 
 PEERS = ("jmp", "mpx")
@@ -258,7 +241,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # a
 }
 
 
-# Traced.
+# --- Traced ---
 
 
 class Traced(NamedTuple):
@@ -266,15 +249,11 @@ class Traced(NamedTuple):
 
     step: Any  # what `jax.jit(...).trace` returns
     leaves: list[Any]
-    structure: Any  # of the state, a PyTreeDef
-    batch: tuple[Any, ...]
 
 
-def trace(
-    point: Point, model: Transformer, size: int, optimizer: Optimizer = ADAM, sharding: Any = None
-) -> Traced:
+def trace(point: Point, model: Transformer, size: int, sharding: Any = None) -> Traced:
     """Traces a step, for the devices of a sharding if there is one."""
-    rng, step = np.random.default_rng(0), point.make(model, optimizer)
+    rng, step = np.random.default_rng(0), point.make(model)
     params = model.init(rng)
     state, batch = (params, step.optimizer.init(params), step.scaling), model.batch(rng, size)
     if sharding is not None:
@@ -306,4 +285,4 @@ def traced(
 
     with jax.default_matmul_precision(precision):
         jitted = jax.jit(train_step, donate_argnums=0, out_shardings=outputs)
-        return Traced(jitted.trace(leaves, *batch), leaves, structure, batch)
+        return Traced(jitted.trace(leaves, *batch), leaves)

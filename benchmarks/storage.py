@@ -34,7 +34,7 @@ Optimizer = Any  # an optax gradient transformation
 Record = records.Record
 
 
-# The ways to store parameters.
+# --- The ways to store parameters ---
 
 
 class Way(NamedTuple):

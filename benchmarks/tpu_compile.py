@@ -25,26 +25,25 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import records
 import tpu
-from collectives import read, table
-from compiled_step import FREE, clocked, sizes, unfused
-from gpu_program import Program
+from compiled_step import FREE, Program, clocked, mib_by_kind, sends, sizes, unfused
 from model_steps import Point, trace
+from records import Record, Row, table, table_of_bars
 from tpu_matmul import CYCLES, count
 
 import jmpx
 from jmpx._inspect.hlo.module import Module
 
 RESULTS = records.RESULTS / "tpu_compile.jsonl"
-BARS = ("by hand", "autocast, save", "autocast", "float32")
-MAIN = (*BARS, "MPX")
+FOUR = ("by hand", "autocast, save", "autocast", "float32")
+MAIN = (*FOUR, "MPX")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
-LOW_SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
+SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
 REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
 MIXED = "autocast, save mixed"
 WITH_LOSS = "autocast, save, with the loss"
@@ -54,25 +53,25 @@ CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 
 # Model, layers, batch, chips, whether scanned, ways, and what these points show. The bars compare
 # those of the first groups.
 GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
-    ("vit", 6, 64, "one", False, BARS, "six layers that are written out, 197 tokens"),
+    ("vit", 6, 64, "one", False, FOUR, "six layers that are written out, 197 tokens"),
     (
         *("vit", 6, 32, "one", True),
         ("by hand", MARKED[0], "autocast, save", CARRIES[1]),
         "a scan keeps what its body saves, for each layer; its carry may be float32",
     ),
-    ("language_model", 6, 16, "one", False, BARS, "attention over 512 tokens, and large logits"),
-    ("byte_model", 6, 16, "one", False, (*BARS, *REST[:2]), "the same without large logits"),
+    ("language_model", 6, 16, "one", False, FOUR, "attention over 512 tokens, and large logits"),
+    ("byte_model", 6, 16, "one", False, (*FOUR, *REST[:2]), "the same without large logits"),
     ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
-    ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
+    ("resnet", 50, 32, "one", False, FOUR[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
     ("vit", 6, 64, "one", False, (MIXED, "autocast, save attention"), "memory against time"),
     ("byte_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
     ("language_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
-    ("vit", 6, 64, "one", False, LOW_SCORES, "scores scaled in bfloat16: less is kept by hand"),
-    ("byte_model", 6, 16, "one", False, (LOW_SCORES[0], MARKED[1]), "as ViT's"),
-    ("language_model", 6, 16, "one", False, (*LOW_SCORES, MARKED[1]), "as ViT's"),
+    ("vit", 6, 64, "one", False, SCORES, "scores scaled in bfloat16: less is kept by hand"),
+    ("byte_model", 6, 16, "one", False, (SCORES[0], MARKED[1]), "as ViT's"),
+    ("language_model", 6, 16, "one", False, (*SCORES, MARKED[1]), "as ViT's"),
     ("vit", 2, 32, "data", False, MAIN, "in which dtypes eight chips sum their gradients"),
-    ("vit", 2, 32, "fsdp", False, BARS[:3], "in which dtypes they gather weights"),
+    ("vit", 2, 32, "fsdp", False, FOUR[:3], "in which dtypes they gather weights"),
     ("language_model", 6, 16, "one", True, ("by hand", MARKED[0], "autocast, save"), "as ViT's"),
     ("vit", 6, 16, "one", False, MAIN, "the picture's left end, where the state counts most"),
     ("vit", 6, 128, "one", False, MAIN, "the picture's right end"),
@@ -83,12 +82,12 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
     ("vit", 6, 64, "one", False, ("gradient functions, r=f32",), "float32 gradients"),
     ("language_model", 6, 16, "one", False, WIDE, "as ViT's, and sums of large logits"),
-    ("vit", 12, 64, "one", False, BARS[:2], "whether six layers stand for the paper's twelve"),
+    ("vit", 12, 64, "one", False, FOUR[:2], "whether six layers stand for the paper's twelve"),
 ]
 KEY = ("model", "way", "layers", "batch", "scanned", "chips")
 
 
-def points() -> list[records.Record]:
+def points() -> list[Record]:
     """Returns the fields of all points, the most informative first."""
     found = []
     for model, layers, batch, chips, scanned, ways, _ in GROUPS:
@@ -96,16 +95,12 @@ def points() -> list[records.Record]:
     return [dict(zip(KEY, values, strict=True)) for values in dict.fromkeys(found)]
 
 
-def counts(hlo: str) -> records.Record:
+def counts(hlo: str) -> Record:
     """Counts what an optimized program holds, given as text."""
     names = collections.Counter(one.kind for one in Module(hlo).instructions.values())
-    return {
-        "instructions": names.total(),
-        "fusions": names["fusion"],
-        "converts": names["convert"],
-        "copies": names["copy"] + names["copy-start"],
-        "products": count(jmpx.inspect.compiled(hlo).products),
-    }
+    found = {"instructions": names.total(), "fusions": names["fusion"]}
+    found |= {"converts": names["convert"], "copies": names["copy"] + names["copy-start"]}
+    return {**found, "products": count(jmpx.inspect.compiled(hlo).products)}
 
 
 # What moves between a chip and its HBM. `S(1)` in a layout, as of `f32[8]{0:S(1)}`, is on the chip.
@@ -131,12 +126,12 @@ def megacycles(hlo: str) -> float:
     return sum(int(found[1]) * times for found, times in ran if found) / 1e6
 
 
-def measure(small: bool = False, **fields: Any) -> records.Record:
+def measure(small: bool = False, **fields: Any) -> Record:
     """Compiles a point and returns what was found."""
     return compiled(lambda: trace(Point(**fields), tpu.devices(), small))
 
 
-def compiled(make: Callable[[], Any]) -> records.Record:
+def compiled(make: Callable[[], Any]) -> Record:
     """Compiles what a function traces; a program that does not fit is a result, too."""
     try:
         program, spent = clocked(make, "tpu")
@@ -145,7 +140,7 @@ def compiled(make: Callable[[], Any]) -> records.Record:
             raise
         return {"status": "oom", "message": str(error).splitlines()[0][:300], **tpu.target()}
     hlo, cost, memory = program.as_text(), program.cost_analysis(), program.memory_analysis()
-    sent = table(read(hlo))
+    sent = mib_by_kind(sends(hlo))
     return {
         "status": "ok",
         "peak_mib": memory.peak_memory_in_bytes / 2**20,
@@ -159,6 +154,143 @@ def compiled(make: Callable[[], Any]) -> records.Record:
         **spent,
         **tpu.target(),
     }
+
+
+# --- Tables, which `report.py` writes into the pages ---
+
+MARKS = "<!-- table, by tpu_compile.py -->", "<!-- end of TPU v5e -->"
+WAYS = {  # how the tables name them, in this order
+    "float32": "float32",
+    "float32, highest": "float32, `matmul=highest`",
+    "by hand": "bfloat16 by hand, scores scaled in float32",
+    "by hand, low scores": "bfloat16 by hand, scores scaled in bfloat16",
+    "JMP": "JMP",
+    "MPX": "MPX",
+    "module policies": "jmpx, module policies",
+    "gradient functions": "jmpx, gradient functions",
+    "gradient functions, r=f32": "jmpx, gradient functions, `r=f32`",
+    "autocast": "`c=bf16`",
+    "autocast, save": "`c=bf16,save=products`",
+    "arguments, save": "`by=arguments,c=bf16,save=products`",
+    "autocast, save mixed": "`c=bf16,save=products+mixed`",
+    "arguments, save mixed": "`by=arguments,c=bf16,save=products+mixed`",
+    "autocast, save attention": "`c=bf16,save=products+attention`",
+    "arguments, save attention": "`by=arguments,c=bf16,save=products+attention`",
+    "autocast, save, with the loss": "`c=bf16,save=products` around the loss, too",
+    "by hand, marked blocks": "bfloat16 by hand, scaled in float32, blocks marked",
+    "by hand, low scores, marked blocks": "bfloat16 by hand, scaled in bfloat16, blocks marked",
+    "autocast, marked blocks": "`c=bf16`, each block marked by hand",
+    "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
+    "autocast, save, bfloat16 carry": "`c=bf16,save=products; op.scan: bf16`",
+}
+SHORT = [way for way in WAYS if way != "float32, highest" and not way.endswith("carry")]
+LOW_SCORES = "by hand, low scores"
+OURS = ("autocast", "autocast, marked blocks", "autocast, save")
+VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS)
+COSTS = ("by hand", LOW_SCORES, "by hand, marked blocks", f"{LOW_SCORES}, marked blocks", *OURS)
+COSTS += ("autocast, save mixed", "autocast, save attention")
+MODELS = {
+    "vit": "ViT of width 768",
+    "language_model": "language model, 32,000 tokens",
+    "byte_model": "language model, 256 bytes",
+    "resnet": "Haiku's ResNet-50",
+}
+GROUP = ("model", "layers", "batch", "scanned", "chips")
+Group = tuple[Any, ...]  # the values of these fields
+VIT = ("vit", 6, 64, False, "one")
+SCANNED = ("vit", 6, 32, True, "one")
+TEXT = ("language_model", 6, 16, False, "one")
+BYTES = ("byte_model", *TEXT[1:])
+IMAGES = ("resnet", 50, 32, False, "one")
+
+
+def groups(found: Iterable[Record]) -> dict[Group, dict[str, Record]]:
+    """Returns the lines that can be compared, by way."""
+    by_group: dict[Group, dict[str, Record]] = {}
+    for record in found:
+        by_group.setdefault(tuple(record[key] for key in GROUP), {})[record["way"]] = record
+    return by_group
+
+
+def title(group: Group) -> str:
+    model, layers, batch, scanned, chips = group
+    depth = "" if model == "resnet" else f", {layers} layers{', scanned' * scanned}"
+    places = {"one": "", "data": ", data-parallel on 2x4 chips", "fsdp": ", FSDP on 2x4 chips"}
+    return f"{MODELS[model]}{depth}, batch {batch}{' a chip' * (chips != 'one')}{places[chips]}"
+
+
+# The bars: group, figure, way, the way to compare with, and the most that the ratio may be.
+
+NAMES = {
+    "peak_mib": "peak memory",
+    "gflop": "FLOPs",
+    "gb_accessed": "bytes",
+    "gb_hbm": "bytes of HBM",
+}
+HAND, SAVE = "by hand", "autocast, save"
+BARS: list[tuple[Group, str, str, str, float]] = [
+    (VIT, "peak_mib", SAVE, HAND, 0.54),
+    (VIT, "peak_mib", SAVE, LOW_SCORES, 0.63),
+    (VIT, "peak_mib", SAVE, "float32", 0.44),
+    (VIT, "peak_mib", SAVE, MARKED[1], 1),
+    (VIT, "gflop", SAVE, MARKED[1], 1.001),
+    (VIT, "gb_accessed", SAVE, MARKED[1], 1),
+    (VIT, "gb_hbm", SAVE, MARKED[1], 1),
+    (VIT, "gflop", SAVE, "autocast", 1.02),
+    (VIT, "gb_accessed", SAVE, "autocast", 1),
+    (SCANNED, "peak_mib", SAVE, HAND, 0.45),
+    (SCANNED, "peak_mib", f"{SAVE}, bfloat16 carry", f"{HAND}, marked blocks", 1),
+    (TEXT, "peak_mib", SAVE, HAND, 0.7),
+    (BYTES, "peak_mib", SAVE, HAND, 0.7),
+    (IMAGES, "peak_mib", SAVE, HAND, 0.7),
+    # The products of attention, which are computed again, are 2.2 % of those of the step.
+    (TEXT, "gflop", SAVE, "autocast", 1.027),
+]
+
+
+def bars(found: Iterable[Record]) -> Iterator[Row]:
+    """Yields the rows that the lines answer."""
+    by_group = groups(found)
+    for group, key, ours, theirs, bar in BARS:
+        one, other = (by_group.get(group, {}).get(way, {}).get(key) for way in (ours, theirs))
+        if one and other:
+            yield Row(f"{title(group)}: {NAMES[key]}, {ours} over {theirs}", one / other, bar)
+
+
+def peaks(found: list[Record], corner: str, models: Iterable[Group], ways: Iterable[str]) -> str:
+    """Returns the peak memory of models in some ways, in MiB."""
+    by_group = groups(found)
+    models = [model for model in models if model in by_group]
+    rows = [[WAYS[way], *(peak(by_group[model].get(way)) for model in models)] for way in ways]
+    return table((corner, *map(title, models)), (row for row in rows if any(row[1:])))
+
+
+def peak(record: Record | None) -> str:
+    if record is None:
+        return ""
+    return f"{record['peak_mib']:,.0f}" if record["status"] == "ok" else "too large"
+
+
+def visited(found: list[Record], *more: str) -> str:
+    """Returns the table of the README, or one that has more ways."""
+    return peaks(found, "MiB", (VIT, BYTES, TEXT, IMAGES), (*VISITED, *more))
+
+
+def costs(found: list[Record]) -> str:
+    """Returns what the ViT needs in the ways that a user has to save memory."""
+    header = (title(VIT), "peak, MiB", "GFLOP", "GB accessed", "GB from and to HBM")
+    lines = groups(found).get(VIT, {})
+    keys = {"peak_mib": 0, "gflop": 0, "gb_accessed": 1, "gb_hbm": 1}  # and their digits
+    cell = lambda line, key: f"{line[key]:,.{keys[key]}f}" if key in line else ""  # noqa: E731
+    rows = ((WAYS[w], *(cell(lines[w], key) for key in keys)) for w in COSTS if w in lines)
+    return table(header, rows)
+
+
+def short(found: list[Record]) -> str:
+    """Returns the peak memory of each model in each way, and the bars."""
+    corner = "peak memory of a train step, MiB"
+    tables = peaks(found, corner, (VIT, TEXT, BYTES, IMAGES), SHORT), costs(found)
+    return "\n\n".join((*tables, table_of_bars(bars(found))))
 
 
 main = functools.partial(records.main, __doc__, {"tpu_compile": (points(), measure)}, out=RESULTS)

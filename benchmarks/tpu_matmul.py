@@ -37,7 +37,7 @@ from jmpx._inspect.hlo.module import Module
 PyTree = Any
 
 
-# Reading what came out.
+# --- Reading what came out ---
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 ALL_REDUCE = re.compile(r" = \(?(\w+)\[([\d,]+)\]\S* all-reduce(?:-start)?\(")
@@ -63,7 +63,7 @@ def without_precision(hlo: str) -> str:
     return body[body.index("\n%") :]
 
 
-# Train steps of a model with a router.
+# --- Train steps of a model with a router ---
 
 
 class Experts(hk.Module):
@@ -128,7 +128,7 @@ def measure_step(
     }
 
 
-# One product.
+# --- One product ---
 
 
 def compile_product(dtype: str, precision: str, size: int) -> Any:
@@ -161,7 +161,7 @@ def measure_product(
     }
 
 
-# The sum of gradients over devices.
+# --- The sum of gradients over devices ---
 
 
 def measure_reduction(policy: str, size: int = 512, small: bool = False) -> records.Record:
@@ -188,7 +188,7 @@ def measure_reduction(policy: str, size: int = 512, small: bool = False) -> reco
     return {"all_reduce": sums, "mb_accessed": accessed / 1e6, **tpu.target()}
 
 
-# The points.
+# --- The points ---
 
 ROUTER = "c=bf16,o=f32; */router: c=f32"
 STEPS = [

@@ -10,7 +10,6 @@ other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for op
 (`op.tanh: full`) override it.
 """
 
-import sys
 from typing import Any
 
 import datasets
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from history import end_if_diverged
 from tqdm import tqdm
 
 import jmpx
@@ -58,11 +58,6 @@ def logits_of(model: Network, images: Any) -> jax.Array:
     return jmpx.cast_to_full(jax.vmap(model)(images))
 
 
-def prepared(batch: datasets.Data) -> datasets.Data:
-    """Returns float32 images, from -1 to 1, in place of uint8: a policy may cast arguments."""
-    return batch._replace(images=jnp.asarray(batch.images, jnp.float32) / 127.5 - 1)
-
-
 def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
     logits = logits_of(model, batch.images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
@@ -73,7 +68,7 @@ def train_step(model, opt_state, loss_scale, batch, optimizer):
     """Takes one step, in which the policy says what is cast."""
     loss, loss_scale, grads_finite, grads = jmpx.value_and_grad(
         loss_fn, loss_scale, policy=MP.policy_map
-    )(model, prepared(batch))
+    )(model, datasets.prepared(batch))
     model, opt_state = jmpx.optimizer_update(
         model, optimizer, opt_state, grads, grads_finite | (not MP.skip_nonfinite)
     )
@@ -82,7 +77,7 @@ def train_step(model, opt_state, loss_scale, batch, optimizer):
 
 @eqx.filter_jit
 def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
-    logits = jmpx.apply_policy(logits_of, MP.policy_map)(model, prepared(data).images)
+    logits = jmpx.apply_policy(logits_of, MP.policy_map)(model, datasets.prepared(data).images)
     return (logits.argmax(axis=-1) == data.labels).mean()
 
 
@@ -104,14 +99,6 @@ def make() -> tuple[Any, tuple[Any, ...]]:
     return train_step, (*state, datasets.Data(images, labels), optimizer)
 
 
-def end_if_diverged(opt_state: optax.OptState, loss_scale: jmpx.LossScale) -> None:
-    """Ends the program with one line where --mp_max_skips says that training has diverged."""
-    try:
-        MP.check_progress(opt_state, loss_scale)
-    except FloatingPointError as error:
-        sys.exit(f"Training diverged. {error}")
-
-
 def main(argv: list[str]) -> None:
     del argv
     if AUDIT.value:
@@ -126,14 +113,12 @@ def main(argv: list[str]) -> None:
     with tqdm(total=EPOCHS.value * steps, unit="step", leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):
             losses = []
-            for chosen in np.array_split(rng.permutation(len(train_data.labels)), steps):
-                chosen = chosen[: len(train_data.labels) // steps]  # one shape, one compilation
-                batch = datasets.Data(train_data.images[chosen], train_data.labels[chosen])
+            for batch in datasets.batches(train_data, BATCH_SIZE.value, rng):
                 model, opt_state, loss_scale, loss = train_step(
                     model, opt_state, loss_scale, batch, optimizer
                 )
                 losses.append(float(loss))
-                end_if_diverged(opt_state, loss_scale)
+                end_if_diverged(MP, opt_state, loss_scale)
                 progress.update()
             progress.write(
                 f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  "

@@ -5,9 +5,11 @@ import pickle
 import re
 import tarfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 TEST_SHARE = 0.2
@@ -77,6 +79,20 @@ def load(name: str, directory: str | None) -> tuple[Data, Data]:
     if name == "digits":
         return load_digits()
     return load_cifar(Path(directory or ".") / ARCHIVES[name].file, ARCHIVES[name])
+
+
+def batches(data: Data, size: int, rng: np.random.Generator) -> Iterator[Data]:
+    """Yields the full batches of one epoch, shuffled."""
+    order = rng.permutation(len(data.labels))
+    for start in range(0, len(order) - size + 1, size):
+        chosen = order[start : start + size]
+        yield Data(data.images[chosen], data.labels[chosen])
+
+
+def prepared(batch: Data) -> Data:
+    """Returns float32 images, from -1 to 1, in place of uint8: a policy may cast arguments."""
+    images: Any = jnp.asarray(batch.images, jnp.float32) / 127.5 - 1
+    return batch._replace(images=images)
 
 
 def load_digits() -> tuple[Data, Data]:

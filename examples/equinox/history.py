@@ -1,8 +1,28 @@
-"""The numbers of a training, and a plot of them."""
+"""The numbers of a training, and a plot of them, for these examples and the one with Haiku."""
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
+
+FORMATS = (".pdf", ".png", ".svg")
+
+
+def define_plot(required: bool = False) -> flags.FlagHolder[str | None]:
+    """Defines `--plot`, the path of a file that can be drawn into."""
+    help_text = "The file to draw loss, accuracy and loss scale into."
+    plot = flags.DEFINE_string("plot", None, help_text, required=required)
+    flags.register_validator(
+        "plot",
+        lambda path: (
+            path is None or Path(path).suffix in FORMATS and os.access(Path(path).parent, os.W_OK)
+        ),
+        f"must be a file ending in {', '.join(FORMATS)} in a directory that can be written to",
+    )
+    return plot
 
 
 class History:
@@ -14,6 +34,14 @@ class History:
         self.skipped: list[int] = []  # the numbers of the skipped steps, from 0
         self.seconds: list[float] = []
         self.accuracies: list[float] = []
+
+
+def end_if_diverged(mp: Any, opt_state: Any, loss_scale: Any) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        mp.check_progress(opt_state, loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
 
 
 def draw(history: History, title: str, path: str) -> None:

@@ -182,7 +182,7 @@ def sample(model: Transformer, prompts: jax.Array, key: jax.Array) -> tuple[jax.
     return jax.vmap(write)(prompts, jax.random.split(key, len(prompts)))
 
 
-# Training.
+# --- Training ---
 
 
 class Answers(NamedTuple):

@@ -31,11 +31,10 @@ alone, `c=bf16,save=products; */head: full`, at 17 of 47.5 MiB on a TPU v5e:
 
 import functools
 import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from history import History, draw
+from history import History, define_plot, draw, end_if_diverged
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 from vit import VisionTransformer
@@ -54,7 +53,6 @@ from vit import VisionTransformer
 import jmpx
 import jmpx.flags
 
-PLOT_FORMATS = (".pdf", ".png", ".svg")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DEFAULT_POLICY = "c=bf16; */head: full"
 WARMUP_SHARE = 0.1
@@ -75,9 +73,7 @@ HEADS = flags.DEFINE_integer("heads", 4, "Heads of attention; they divide --widt
 PATCH = flags.DEFINE_integer("patch", 2, "The side of a patch; it divides the image's.", 1)
 DATASET = flags.DEFINE_enum("dataset", "digits", datasets.NAMES, "Which images to learn.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "The directory that holds a CIFAR archive.")
-PLOT = flags.DEFINE_string(
-    "plot", None, "The .png file to draw loss, accuracy and loss scale into."
-)
+PLOT = define_plot()
 AUDIT = flags.DEFINE_bool("audit", False, "Print the audit of the train step, and train nothing.")
 
 
@@ -98,13 +94,6 @@ flags.register_validator(
 )
 flags.register_validator(
     "learning_rate", lambda rate: 0 < rate < math.inf, "must be a positive number"
-)
-flags.register_validator(
-    "plot",
-    lambda path: (
-        path is None or Path(path).suffix in PLOT_FORMATS and os.access(Path(path).parent, os.W_OK)
-    ),
-    f"must be a file ending in {', '.join(PLOT_FORMATS)} in a directory that can be written to",
 )
 flags.register_multi_flags_validator(
     ["heads", "width"],
@@ -161,11 +150,6 @@ def logits_of(model: VisionTransformer, images: Any) -> jax.Array:
     return jmpx.cast_to_full(jax.vmap(model)(images))
 
 
-def prepared(batch: datasets.Data) -> datasets.Data:
-    """Returns float32 images, from -1 to 1, in place of uint8: a policy may cast arguments."""
-    return batch._replace(images=jnp.asarray(batch.images, jnp.float32) / 127.5 - 1)
-
-
 def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
     logits = logits_of(model, batch.images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
@@ -192,7 +176,7 @@ def make_step_of_device(
             policy=policy_map,
             over=None if axis_name is None else jmpx.Over(axis_name),
             batch=jmpx.Batch(microbatches=microbatches),
-        )(state.model, prepared(batch))
+        )(state.model, datasets.prepared(batch))
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
         )
@@ -225,16 +209,8 @@ def make_step(
 
 @functools.partial(jax.jit, static_argnames="policy_map")
 def count_correct(model: VisionTransformer, batch: datasets.Data, policy_map: Any) -> jax.Array:
-    logits = jmpx.apply_policy(logits_of, policy_map)(model, prepared(batch).images)
+    logits = jmpx.apply_policy(logits_of, policy_map)(model, datasets.prepared(batch).images)
     return (logits.argmax(axis=-1) == batch.labels).sum()
-
-
-def batches(data: datasets.Data, size: int, rng: np.random.Generator) -> Iterator[datasets.Data]:
-    """Yields the full batches of one epoch, shuffled."""
-    order = rng.permutation(len(data.labels))
-    for start in range(0, len(order) - size + 1, size):
-        chosen = order[start : start + size]
-        yield datasets.Data(data.images[chosen], data.labels[chosen])
 
 
 def accuracy_of(
@@ -292,7 +268,7 @@ def make_arrays() -> tuple[Callable[..., Any], tuple[TrainState, datasets.Data]]
     """
     train_data, _ = datasets.load(DATASET.value, DATA_DIR.value)
     optimizer = make_step_optimizer(1)
-    batch = next(batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
+    batch = next(datasets.batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
     state = make_state(optimizer, batch.images.shape[1:])
     step = make_step_of_device(
         MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value, axis_name=None
@@ -312,9 +288,9 @@ def make_losses() -> tuple[Any, list[tuple[Any, ...]], Any]:
         return jax.jit(step, donate_argnums=0), (state, datasets.Data(images, labels))
 
     train_data, _ = datasets.load(DATASET.value, DATA_DIR.value)
-    data = batches(train_data, 16, np.random.default_rng(SEED.value))
+    data = datasets.batches(train_data, 16, np.random.default_rng(SEED.value))
     model = make_model(image_shape)
-    return loss_fn, [(model, prepared(next(data))) for _ in range(8)], step_of
+    return loss_fn, [(model, datasets.prepared(next(data))) for _ in range(8)], step_of
 
 
 def check_batch_size(images: int) -> None:
@@ -326,14 +302,6 @@ def check_batch_size(images: int) -> None:
             f"--batch_size={BATCH_SIZE.value} must be a multiple of --accumulate times the "
             f"{jax.device_count()} devices"
         )
-
-
-def end_if_diverged(state: TrainState) -> None:
-    """Ends the program with one line where --mp_max_skips says that training has diverged."""
-    try:
-        MP.check_progress(state.opt_state, state.loss_scale)
-    except FloatingPointError as error:
-        sys.exit(f"Training diverged. {error}")
 
 
 def train(history: History, train_data: datasets.Data, test_data: datasets.Data) -> None:
@@ -351,7 +319,7 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
 
     with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):
-            for batch in batches(train_data, BATCH_SIZE.value, rng):
+            for batch in datasets.batches(train_data, BATCH_SIZE.value, rng):
                 start = time.perf_counter()
                 history.scales.append(float(state.loss_scale.loss_scale))
                 state, metrics = step(state, jax.device_put(batch, sharded))
@@ -360,7 +328,7 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
                     history.skipped.append(len(history.losses))
                 history.losses.append(float(metrics["loss"]))
                 history.seconds.append(time.perf_counter() - start)
-                end_if_diverged(state)
+                end_if_diverged(MP, state.opt_state, state.loss_scale)
                 progress.set_postfix(metrics, refresh=False)
                 progress.update()
             history.accuracies.append(

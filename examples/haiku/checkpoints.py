@@ -16,13 +16,13 @@ KEPT = 3  # the newest checkpoints
 
 
 def describe(tree: Any) -> dict[str, str]:
-    """Returns the dtype and shape of each array by its path, such as `float32[16, 10]`."""
+    """Returns dtype and shape, such as `float32[16, 10]`, of each array by its path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def digests(tree: Any) -> list[str]:
-    """Returns a SHA-256 of all bits for each device of this process, which holds a copy of all."""
+    """Returns a SHA-256 for each device of this process, which holds a copy of all bits."""
     found = {device: hashlib.sha256() for device in jax.local_devices()}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -37,8 +37,8 @@ class Checkpoints:
     written: a process that dies leaves no half of a checkpoint.
 
     Args:
-        directory: where they are; it is made if need be.
-        run: what has to be the same for a run to be resumed: plain values by their names.
+        directory: their folder, which is made if it is missing.
+        run: plain values by their names; a run resumes only if they are equal.
     """
 
     def __init__(self, directory: str, run: dict[str, Any]):

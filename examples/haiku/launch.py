@@ -19,14 +19,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import IO, TypeAlias
 
-REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
-LOST = 4  # of one whose collective failed: as a rule, because another process had ended before
+# Exit statuses of a process.
+REFUSED = 2  # It said in one sentence why it stops.
+LOST = 4  # A collective failed, as a rule because another process had ended.
 PLACE = "EXAMPLE_PLACE"  # the environment variable that tells a process who it is
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_FOR_OTHERS = 10  # to say what they met
 LAST_LINES = 20
 
-# The number of a process and its exit status; or None and the signal that is to end the launcher.
+# A process's number and its exit status, or None and a signal that ends the launcher.
 Events: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
 
 
@@ -38,7 +39,7 @@ def is_launched() -> bool:
 def launch(count: int, devices: int, advice: str) -> int:
     """Runs the command line of this process in `count` processes, and waits for them.
 
-    What process 0 writes is seen; of another one, the last lines if it is the first that fails.
+    Process 0 writes to the terminal. Of the others, the first that fails shows its last lines.
 
     Args:
         count: how many processes to start.
@@ -73,7 +74,10 @@ def launch(count: int, devices: int, advice: str) -> int:
             if status != 0:
                 end(processes)
                 show(index, status, logs)
-                say(f"process {index} {ending(status)}, so all {count} were ended. {advice}")
+                ending = f"ended with status {status}"
+                if status < 0:
+                    ending = f"was ended by {signal.Signals(-status).name}"
+                say(f"process {index} {ending}, so all {count} were ended. {advice}")
                 return 1
     return 0
 
@@ -104,9 +108,10 @@ def wait_for(process: subprocess.Popen[bytes], index: int, events: Events) -> No
 
 
 def next_event(events: Events) -> tuple[int | None, int]:
-    """Returns an event; that of a process which lost the others only if none of them failed.
+    """Returns the next event, and prefers a failure to the loss that it caused.
 
-    A process that ends closes its connections before the launcher hears of its end.
+    A process closes its connections before the launcher hears of its end, so the others may lose
+    it, and end, first.
     """
     event = first = events.get()
     with contextlib.suppress(queue.Empty):
@@ -117,7 +122,7 @@ def next_event(events: Events) -> tuple[int | None, int]:
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends processes at once: one that waits for a collective heeds no milder signal."""
+    """Kills processes, because one that waits for a collective ignores milder signals."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -129,9 +134,9 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 def refuse_with(
     index: int, processes: list[subprocess.Popen[bytes]], logs: Sequence[IO[str]]
 ) -> int:
-    """Ends all processes after one has refused; its sentence is seen, if need be from its log.
+    """Ends all processes after one has refused, and shows its sentence.
 
-    What one refuses, all do, as a rule. Process 0 writes its sentence where it is seen.
+    As a rule all refuse, and process 0 writes the sentence to the terminal.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         processes[0].wait(SECONDS_FOR_OTHERS)
@@ -142,18 +147,12 @@ def refuse_with(
 
 
 def show(index: int, status: int, logs: Sequence[IO[str]]) -> None:
-    """Writes the last lines of a process that failed by itself and was not seen."""
+    """Writes the last lines of a process other than 0 that failed by itself."""
     if index == 0 or status in (-signal.SIGKILL, -signal.SIGTERM):
         return
     logs[index].seek(0)
     for line in logs[index].read().splitlines()[-LAST_LINES:]:
         print(f"process {index}: {line}", file=sys.stderr)
-
-
-def ending(status: int) -> str:
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 def say(sentence: str) -> None:
@@ -187,7 +186,7 @@ def connect() -> None:
 
 
 def follow_launcher() -> None:
-    """Ends this process as soon as the launcher has ended, even if nothing could end it in time."""
+    """Ends this process as soon as the launcher has ended, also if the launcher was killed."""
 
     def follow() -> None:
         os.read(sys.stdin.fileno(), 1)  # Nothing is ever written: it returns when the pipe closes.
@@ -201,7 +200,7 @@ def ending_at_once() -> Iterator[None]:
     """Ends the process as soon as the body fails.
 
     Python's usual end would wait minutes for the other processes, which wait for this one. A
-    `SystemExit` with a sentence refuses: all that is seen of it is the sentence.
+    `SystemExit` with a sentence shows the sentence alone.
     """
     try:
         yield
@@ -213,7 +212,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def report(error: BaseException) -> int:
-    """Writes what ended the process, and returns its exit status."""
+    """Writes the traceback or the sentence of an error, and returns the exit status."""
     if not isinstance(error, SystemExit):
         import jax  # here, because the launcher does without
 

@@ -4,14 +4,14 @@
         --checkpoint_dir=DIRECTORY
 
 This starts four processes on this machine, each with `--devices_per_process` devices. If one of
-them dies, all are ended, and the same command goes on from the newest checkpoint, also with other
+them dies, all are ended, and the same command resumes from the newest checkpoint, also with other
 numbers of processes and devices. On a cluster, the cluster's launcher starts the script, and
 `jax.distributed` learns from it which processes there are; all of them read and write DIRECTORY:
 
     srun --kill-on-bad-exit=1 python examples/haiku/train_distributed.py --launch=none \
         --mp_policy=16-mixed --checkpoint_dir=DIRECTORY
 
-Each device takes its part of the batch, by which its BatchNorm normalizes. Gradients are averaged
+Each device takes its part of the batch; its BatchNorm sees that part alone. Gradients are averaged
 over the devices in float32, or what the policy says by reduce=, the moving averages of BatchNorm in
 float32. So all devices hold the same bits and decide alike whether to take a step. What four
 devices compute does not depend on how many processes they are in.
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import launch
@@ -51,36 +50,33 @@ CHECKPOINT_DIR = flags.DEFINE_string(
     "checkpoint_dir", None, "The directory to save checkpoints in, and to resume from."
 )
 CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 100, "Steps between two of them.", 1)
-delattr(flags.FLAGS, "plot")  # A resumed run does not know the history that train.py draws.
-delattr(flags.FLAGS, "audit")
 
 flags.register_validator("checkpoint_dir", lambda path: path != "", "must name a directory")
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds: global arrays, the same on all devices."""
+    """The content of a checkpoint: global arrays, the same on all devices."""
 
     state: train.TrainState
     position: jax.Array  # int32: how many batches were taken
     loss_sum: jax.Array  # float32: of the losses of this epoch so far
 
 
-def begin(network: Any, optimizer: Any, images: np.ndarray, mesh: Mesh) -> Progress:
+def begin(optimizer: Any, images: np.ndarray, mesh: Mesh) -> Progress:
     """Returns the progress before the first step."""
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def make() -> Progress:
-        state = train.make_state(network, optimizer, images)
+        state = train.make_state(optimizer, images)
         return Progress(state, jnp.array(0, jnp.int32), jnp.array(0, jnp.float32))
 
     return make()
 
 
 def make_step(
-    network: hk.TransformedWithState, optimizer: Any, steps_per_epoch: int, mesh: Mesh
+    optimizer: Any, steps_per_epoch: int, mesh: Mesh
 ) -> Callable[[Progress, train.Data], tuple[Progress, jax.Array, jax.Array]]:
     """Returns the jitted train step: `(progress, batch) -> (progress, loss, grads_finite)`."""
-    loss_fn = train.make_loss(network)
 
     @jax.jit
     @functools.partial(
@@ -92,11 +88,10 @@ def make_step(
     def step(progress: Progress, batch: train.Data) -> tuple[Progress, jax.Array, jax.Array]:
         state = progress.state
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.value_and_grad(
-            loss_fn,
+            train.loss_fn,
             state.loss_scale,
             has_aux=True,
             policy=train.MP.policy_map,
-            grad_dtype=train.grad_dtype(),
             uncast=1,
             over=jmpx.Over("data"),
         )(state.params, state.model_state, batch)
@@ -140,6 +135,14 @@ def distribute(batch: train.Data, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, lambda part: x[part]), batch
     )
+
+
+def end_if_diverged(state: train.TrainState) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        train.MP.check_progress(state.opt_state, state.loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
 
 
 def say(line: str) -> None:
@@ -195,15 +198,13 @@ def run() -> None:
     steps_per_epoch = len(train_data.labels) // train.BATCH_SIZE.value
     steps = train.EPOCHS.value * steps_per_epoch
 
-    network = train.make_network()
-    optimizer = train.make_optimizer(steps)
-    progress = begin(network, optimizer, train_data.images[:1], mesh)
+    optimizer = jmpx.skip_nonfinite(train.make_adam(train_data))
+    progress = begin(optimizer, train_data.images[:1], mesh)
     saved = open_checkpoints()
     if saved is not None and (newest := saved.newest()) is not None:
         progress = saved.restore(newest, progress)
         say(f"resumed after step {newest} of {steps}")
-    step = make_step(network, optimizer, steps_per_epoch, mesh)
-    accuracy = train.make_accuracy(network)
+    step = make_step(optimizer, steps_per_epoch, mesh)
 
     seconds = []
     todo = range(int(progress.position), steps)
@@ -213,12 +214,13 @@ def run() -> None:
             start = time.perf_counter()
             batch = distribute(batch_at(train_data, position), mesh)
             progress, _, _ = jax.block_until_ready(step(progress, batch))
-            train.end_if_diverged(progress.state)
+            end_if_diverged(progress.state)
             seconds.append(time.perf_counter() - start)
             bar.update()
             done = position + 1
             if done % steps_per_epoch == 0:
-                report_epoch(progress, accuracy(progress.state, test_data), steps_per_epoch)
+                accuracy = train.accuracy(progress.state, test_data)
+                report_epoch(progress, accuracy, steps_per_epoch)
             if saved is not None and (done % CHECKPOINT_EVERY.value == 0 or done == steps):
                 saved.save(done, progress)
     if saved is not None:

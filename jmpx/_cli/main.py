@@ -5,7 +5,7 @@
     python -m jmpx audit pkg.module:make --platform tpu
     python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx choose pkg.module:make --error 0.01 --chip v5e
-    python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
+    python -m jmpx first-nonfinite examples/haiku/reports.py:make_arrays -- --mp_policy=c=f16
     python -m jmpx migrate train.py models/ --write
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss

@@ -32,15 +32,14 @@ IMAGES = 48
 train: Any = importlib.import_module("train")
 train_distributed: Any = importlib.import_module("train_distributed")
 make_step, batch_at = train_distributed.make_step, train_distributed.batch_at
-end_if_diverged = train.end_if_diverged
+end_if_diverged = train_distributed.end_if_diverged
 position = 0
 
 
-class ResNet(hk.Module):
-    def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
-        x = hk.Conv2D(FAULTS.get("channels", 4), 3, 2, with_bias=False)(x)
-        x = jax.nn.relu(train.batch_norm()(x, is_training))
-        return hk.Linear(10)(x.mean(axis=(1, 2)))
+def run_network(x: jax.Array, is_training: bool) -> jax.Array:
+    x = hk.Conv2D(FAULTS.get("channels", 4), 3, 2, with_bias=False)(x)
+    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training))
+    return hk.Linear(10)(x.mean(axis=(1, 2)))
 
 
 def load_digits() -> Any:
@@ -87,8 +86,8 @@ def note(state: Any) -> None:
 
 
 if __name__ == "__main__":
-    train.ResNet, train.load_digits = ResNet, load_digits
+    train.network, train.load_digits = hk.transform_with_state(run_network), load_digits
     train_distributed.batch_at = batch_with_faults
     Path(FAULTS["log"], f"{os.getpid()}.pid").write_text(str(os.getpid()))
-    train_distributed.make_step, train.end_if_diverged = make_noted_step, note
+    train_distributed.make_step, train_distributed.end_if_diverged = make_noted_step, note
     app.run(train_distributed.main)

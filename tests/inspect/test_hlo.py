@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu
-from collectives import partitioned
+from compiled_step import partitioned
 from helpers import ROOT
 from helpers.findings_of import shape as f32
 from jax import lax

@@ -1,5 +1,6 @@
 """The benchmarks, each at its smallest size: what they print, and what they say of correctness."""
 
+import importlib.util
 import json
 
 import compiled_step
@@ -18,7 +19,12 @@ from models import MODELS, Zeros
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 TINY = MODELS["tiny"]
-DTYPES = (*steps.DTYPES, "bfloat16_scaled")
+POINTS = [
+    steps.Point(name, dtype)
+    for name, (_, dtypes) in steps.IMPLEMENTATIONS.items()
+    for dtype in dtypes
+    if name not in steps.PEERS or importlib.util.find_spec(name)
+]
 
 
 def printed(capsys):
@@ -34,7 +40,7 @@ def test_vit_base_has_the_papers_size():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("point", steps.points(steps.IMPLEMENTATIONS, DTYPES), ids=" ".join)
+@pytest.mark.parametrize("point", POINTS, ids=" ".join)
 def test_every_step_returns_what_it_takes(point):
     traced = steps.trace(point, TINY, 2)
     state, loss = traced.step.out_info
@@ -149,8 +155,7 @@ def test_the_pages_are_made_of_the_results():
     assert pages.keys() >= {ROOT / "README.md", ROOT / "docs" / "cost.md"}
     for path, text in pages.items():
         assert path.read_text() == text, path
-    bars = [*report.bars(records.read(records.CPU))]
-    assert sum(map(bool, (report.HEADLINE.search(row.measure) for row in bars))) == 35
+    assert len([*report.bars(records.read(records.CPU))]) == 35
     with pytest.raises(ValueError, match="Found 0 tables with the header"):
         report.replaced("# A page", "| a | b |\n| --- | --- |")
     late = records.Row("bytes", value=1.02, bar=1.01)

@@ -1,12 +1,11 @@
-"""What FSDP steps send, as `benchmarks/collectives.py` counts it."""
+"""What FSDP steps send, as `benchmarks/compiled_step.py` counts it."""
 
-import collectives
 import fsdp
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import read
+from compiled_step import partitioned, sends
 from helpers import normal, versions, zoo
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -29,9 +28,9 @@ def test_a_loop_of_unknown_trips_is_refused():
     )
     program = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64,), jnp.float32))
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
-        read(program)
+        sends(program)
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
-        read(collectives.partitioned(program)[0])
+        sends(partitioned(program)[0])
 
 
 # What the steps of `fsdp.py` send, in a smaller model.
@@ -105,7 +104,7 @@ def test_a_sharding_over_other_axes_stays_as_it_is(rng):
     def of(policy):
         grad_fn = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)
         step = jax.jit(lambda params, x: grad_fn(params, x).grads)
-        found = read(collectives.partitioned(step.lower(arrays, x))[0])
+        found = sends(partitioned(step.lower(arrays, x))[0])
         return [
             sorted((one.kind, one.dtype, one.bytes) for one in found if one.group == size)
             for size in (2, 4)  # the sizes of the axes "model" and "data"
@@ -158,7 +157,7 @@ def collectives_of(way, policy, shards):
     put, batch = jax.tree.map(split, model), NamedSharding(mesh, P("data"))
     jitted = jax.jit(step, in_shardings=(put, batch), out_shardings=(put, None))
     found = {"gathers": set(), "sums": set()}
-    for one in read(collectives.partitioned(jitted.lower(model, x))[0]):
+    for one in sends(partitioned(jitted.lower(model, x))[0]):
         if one.dtype != "pred" and one.bytes > 1024:
             found["gathers" if one.kind == "all-gather" else "sums"].add(one.dtype)
     return found["gathers"], found["sums"]
@@ -206,7 +205,7 @@ def test_a_stacked_layer_is_summed_in_the_loop(sizes, spec, rng):
         return jax.tree.map(lambda p, g: p - g, params, grads)
 
     lowered = jax.jit(step, in_shardings=(split, rows), out_shardings=split).lower(params, x)
-    found = read(collectives.partitioned(lowered)[0])
+    found = sends(partitioned(lowered)[0])
     sums = [one for one in found if one.kind == "all-reduce" and one.group == sizes[0]]
     (layer,) = [one for one in sums if one.bytes > 4 * size]  # and no other of a whole stack
     assert layer.dtype == "f32" and layer.times == layers

@@ -6,18 +6,17 @@ import json
 import sys
 from functools import partial
 
-import collectives
+import compiled_step
 import fsdp
 import gpu
 import gpu_compile
-import gpu_tables
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import model_steps
 import pytest
 import records
-from gpu_program import Program
+from compiled_step import BANDWIDTH, Program
 from helpers import heads
 from helpers.compilers import MISSING
 
@@ -83,7 +82,7 @@ def test_what_runs_is_read_from_the_program():
 def test_a_step_is_estimated_as_the_sum_of_what_runs():
     milliseconds, untimed = Program(HLO).estimate()
     # A float16 product's 16 us are eight times bfloat16's, as which it counts; copies, their bytes.
-    copies = 2 * 2 * 32 / gpu.BANDWIDTH * 1e6
+    copies = 2 * 2 * 32 / BANDWIDTH * 1e6
     assert milliseconds == pytest.approx((3 + 5 * 2 + 7 + copies) / 1e3)
     assert untimed == {"all-reduce": 1, "__cudnn$fmhaSoftmax": 1}
 
@@ -110,7 +109,7 @@ def test_without_the_compiler_a_line_says_what_to_do(version, monkeypatch, capsy
 
 
 def test_the_tables_compare_what_was_measured():
-    assert "| 1.000 |" in gpu_tables.costs(records.read(gpu_compile.RESULTS))
+    assert "| 1.000 |" in gpu_compile.costs(records.read(gpu_compile.RESULTS))
 
 
 # Compiled.
@@ -307,7 +306,7 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
     sent = collections.defaultdict[str, float](float)
     for one in report.collectives:
         sent[f"{one.kind} {one.dtype}"] += one.sent / 2**20
-    counted = collectives.table(collectives.read(program.as_text()))
+    counted = compiled_step.mib_by_kind(compiled_step.sends(program.as_text()))
     assert {kind: sent[kind] for kind in counted} == pytest.approx(counted, rel=1e-3)
     sums = "f32" if "r=f32" in way else "bf16"
     assert sent[f"reduce-scatter {sums}"] > 1 and sent["all-gather bf16"] > 1

@@ -1,6 +1,5 @@
 """What a policy costs over a program that is cast by hand, by the compiler of an H100."""
 
-import architectures
 import jax
 import numpy as np
 import over_by_hand
@@ -13,7 +12,7 @@ needs_compiler = pytest.mark.skipif(MISSING["h100"] != "", reason=MISSING["h100"
 
 
 def test_the_resnet_50_has_its_size():
-    _, resnet, _ = architectures.ARCHITECTURES["ResNet-50"]
+    _, resnet, _ = over_by_hand.ARCHITECTURES["ResNet-50"]
     params = jax.eval_shape(lambda: resnet.init(Zeros(np.random.PCG64())))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 25_557_032
 

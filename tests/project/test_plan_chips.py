@@ -5,7 +5,7 @@ import functools
 import jax
 import model_steps
 import pytest
-from collectives import compiling
+from compiled_step import compiling
 from helpers.adam_step import shapes, step_under
 from helpers.compilers import CHIPS, MISSING
 from jax.experimental import topologies

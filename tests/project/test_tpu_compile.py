@@ -9,7 +9,6 @@ import model_steps
 import pytest
 import steps
 import tpu_compile
-import tpu_tables
 from model_steps import Point
 from test_tpu import HLO, needs_libtpu
 
@@ -67,11 +66,11 @@ def test_every_point_is_there_once_and_every_way_has_a_name():
     keys = [tuple(fields.values()) for fields in tpu_compile.points()]
     assert len(keys) == len(set(keys))
     ways = {fields["way"] for fields in tpu_compile.points()}
-    assert ways <= {*model_steps.TRANSFORMER_WAYS} and ways <= {*tpu_tables.WAYS}
+    assert ways <= {*model_steps.TRANSFORMER_WAYS} and ways <= {*tpu_compile.WAYS}
     ways = {fields["way"] for fields in tpu_compile.points() if fields["model"] == "resnet"}
     assert ways <= {*model_steps.RESNET_WAYS}
-    there = {(*(f[key] for key in tpu_tables.GROUP), f["way"]) for f in tpu_compile.points()}
-    for group, _, *pair, _ in tpu_tables.BARS:
+    there = {(*(f[key] for key in tpu_compile.GROUP), f["way"]) for f in tpu_compile.points()}
+    for group, _, *pair, _ in tpu_compile.BARS:
         assert {(*group, way) for way in pair} <= there, group
 
 
@@ -112,11 +111,11 @@ def test_bars_and_tables():
     peaks = {"by hand": 100.0, "float32": 200.0, "autocast": 90.0, "autocast, save": 55.0}
     found = [line(way, peak) for way, peak in peaks.items()]
     found += [line("float32", status="oom", batch=4096), line("by hand", chips="data")]
-    rows = {row.measure: row.cells()[1:] for row in tpu_tables.bars(found)}
+    rows = {row.measure: row.cells()[1:] for row in tpu_compile.bars(found)}
     start = "ViT of width 768, 6 layers, batch 64: peak memory, autocast, save over"
     assert rows[f"{start} by hand"] == ("0.55", "≤ 0.54", "**no**")
     assert rows[f"{start} float32"] == ("0.275", "≤ 0.44", "yes")
-    text = tpu_tables.short(found)
+    text = tpu_compile.short(found)
     assert "| `c=bf16,save=products` | 55 |" in text
 
 

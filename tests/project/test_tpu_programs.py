@@ -9,7 +9,6 @@ import importlib.util
 import re
 from typing import Any
 
-import collectives
 import compiled_step
 import fsdp
 import jax
@@ -107,7 +106,7 @@ def test_chips_sum_gradients_in_the_dtype_of_the_policy(reduce, dtype):
         return jax.lax.with_sharding_constraint(grads_of(*args)[1], whole)
 
     hlo = tpu.compiled(grads, arguments, shardings).as_text()
-    sent = collectives.table(collectives.read(hlo))
+    sent = compiled_step.mib_by_kind(compiled_step.sends(hlo))
     assert [*sent] == [f"all-reduce {dtype}"]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0])) / 2**20
     expected = 2 * 7 / 8 * size / (2 if dtype == "bf16" else 1)  # to each other chip, and back
