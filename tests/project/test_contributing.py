@@ -26,10 +26,11 @@ def test_every_file_that_the_table_names_exists():
 
 
 def test_there_are_at_most_ten_floors_and_nothing_is_hidden_from_the_check():
-    rooms, circles, _ = LAYERS["contracts"]
+    rooms, circles, _, reports, core = LAYERS["contracts"]
     assert len(rooms["layers"]) <= 10 and rooms["exhaustive"] and rooms["containers"] == ["jmpx"]
     assert circles["ancestors"] == ["jmpx.**"]
     allowed = {"name", "type", "layers", "containers", "exhaustive", "ancestors"}
+    assert reports["source_modules"] == core["protected_modules"] == ["jmpx._inspect"]
     assert {*rooms, *circles} <= allowed and {*LAYERS} == {"root_package", "contracts"}
 
 
