@@ -29,7 +29,7 @@ extensions = [
     "messages",
     "pages",
     "public_names",
-    "rooms",
+    "packages",
 ]
 exclude_patterns = ["README.md", "description.md", "_*", "**.ipynb_checkpoints"]
 

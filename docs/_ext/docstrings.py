@@ -106,7 +106,7 @@ def name_unions(app, what, name, obj, options, signature, return_annotation):
 
 @functools.cache
 def _modules_of_classes() -> dict[str, str]:
-    """Returns the modules that define classes; public classes say their room instead."""
+    """Returns the modules that define classes; public classes name their module instead."""
     root = Path(jmpx.__file__).parent
     return {
         name: ".".join(("jmpx", *path.relative_to(root).with_suffix("").parts))

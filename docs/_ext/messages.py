@@ -46,16 +46,16 @@ SUBJECTS = {
     "_inspect/first_nonfinite": ("Find a NaN", "nonfinite"),
     "_inspect/hlo": ("Compiled steps", "compiled"),
     "_inspect/plan": ("Predict memory and cost", "plan"),
+    "_inspect/restored": ("Checkpoints", "checkpoints"),
+    "_inspect/update_report": ("16-bit storage", "storage"),
     "_jaxprs": ("A function under a policy", "which_way"),
     "_migrate": ("The migration tool", "migrate"),
     "_policies": ("Policies and policy maps", "policies"),
     "_remat": ("Save memory", "memory"),
     "_scales": ("Loss scales", "loss_scaling"),
-    "_scales/flax_states": ("Checkpoints", "checkpoints"),
     "_steps": ("Gradients and optimizer steps", "loss_scaling"),
     "_steps/batches": ("Micro-batches and devices", "sharding"),
     "_storage": ("16-bit storage", "storage"),
-    "_storage/contracts": ("Checkpoints", "checkpoints"),
     "mpx": ("MPX's names", "coming_from_others"),
 }
 

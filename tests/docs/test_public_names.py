@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT
 
 DOCS = ROOT / "docs"
-ROOMS = "haiku equinox flax flags inspect optim distributed types mpx".split()
-MODULES = ("jmpx", *(f"jmpx.{room}" for room in ROOMS))
+PUBLIC = "haiku equinox flax flags inspect optim distributed types mpx".split()
+MODULES = ("jmpx", *(f"jmpx.{name}" for name in PUBLIC))
 NAMES = [f"{m}.{name}" for m in MODULES for name in importlib.import_module(m).__all__]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|data):: (\S+)$", re.MULTILINE)
 SUMMARY = re.compile(r"^   (jmpx\.\S+)$", re.MULTILINE)
@@ -44,7 +44,7 @@ def without_a_place_in_all(module):
     own |= {
         alias.asname
         for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.ImportFrom) and node.module != "jmpx"  # has the rooms
+        if isinstance(node, ast.ImportFrom) and node.module != "jmpx"  # has the modules
         for alias in node.names
         if alias.asname and not alias.asname.startswith("_")
     }

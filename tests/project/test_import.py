@@ -70,8 +70,8 @@ def test_help_and_completion_know_what_is_installed():
         print(all(name in text for name in shown), sorted({*dir(jmpx)} - shown))
         """
     )
-    rooms = "'distributed', 'inspect', 'mpx', 'optim', 'types']"
-    assert result.stdout.startswith("True ") and result.stdout.endswith(f"__', {rooms}\n"), result
+    modules = "'distributed', 'inspect', 'mpx', 'optim', 'types']"
+    assert result.stdout.startswith("True ") and result.stdout.endswith(f"__', {modules}\n"), result
 
 
 def test_the_backend_is_not_started_by_the_import_or_by_parsing():

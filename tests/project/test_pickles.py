@@ -4,17 +4,17 @@ import importlib
 
 import pytest
 
-ROOMS = ("jmpx", "jmpx.inspect", "jmpx.mpx", "jmpx.optim", "jmpx.types", "jmpx.flags")
+MODULES = ("jmpx", "jmpx.inspect", "jmpx.mpx", "jmpx.optim", "jmpx.types", "jmpx.flags")
 CLASSES = [
-    (room, name)
-    for room in ROOMS
-    for name in importlib.import_module(room).__all__
+    (module, name)
+    for module in MODULES
+    for name in importlib.import_module(module).__all__
     if not name.isupper()  # a dtype
-    if isinstance(getattr(importlib.import_module(room), name), type)
+    if isinstance(getattr(importlib.import_module(module), name), type)
 ]
 
 
-@pytest.mark.parametrize(("room", "name"), CLASSES)
-def test_a_public_class_says_its_room(room, name):
-    cls = getattr(importlib.import_module(room), name)
-    assert (cls.__module__, cls.__qualname__) == (room, name)
+@pytest.mark.parametrize(("module", "name"), CLASSES)
+def test_a_public_class_says_its_module(module, name):
+    cls = getattr(importlib.import_module(module), name)
+    assert (cls.__module__, cls.__qualname__) == (module, name)
