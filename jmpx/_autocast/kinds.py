@@ -1,4 +1,4 @@
-"""The table of primitives: which are cast down, which stay float32, which follow their operands."""
+"""The rules of most primitives: cast down, stay float32, or follow the operands; a table of them."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ from jmpx._jaxprs.marks import RESTORE
 
 
 def low(operation: Operation) -> list[Value]:
-    """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
+    """Runs in the compute dtype; in float32 if the user asked for more precision."""
     if is_precise(operation.equation):
         return run_as_traced(operation, is_weak=False)
     dtype = low_dtype(operation.equation, operation.region.dtype)
@@ -49,7 +49,7 @@ def full(operation: Operation) -> list[Value]:
 
 
 def keep(operation: Operation) -> list[Value]:
-    """Runs in the dtypes that were traced, because the result depends on the dtype, as bits do."""
+    """Runs in the traced dtypes, because the result depends on the dtype, as bits do."""
     return full(operation)
 
 
@@ -77,7 +77,7 @@ def promote_finite(operation: Operation) -> list[Value]:
 
 
 def compare(operation: Operation) -> list[Value]:
-    """Runs as `promote` if the dtypes are equal, else in float32: rounding one side may decide."""
+    """Runs as `promote` if dtypes are equal, else in float32: a rounded side may change the result."""
     dtypes = {value.dtype for value in operation.float32_values}
     return (promote if len(dtypes) == 1 else full)(operation)
 
@@ -140,7 +140,7 @@ def exchange(operation: Operation) -> list[Value]:
 
 
 def update(operation: Operation) -> list[Value]:
-    """Runs in float32 on rounded operands, so that a maximum is one of them, and rounds it."""
+    """Runs in float32 on rounded operands, so that a maximum is one of them; rounds the result."""
     dtype = operation.promoted
     placed = operation.arrays(dtype, Value.to_finite)
     widened = operation._replace(values=[Value(array, is_weak=True) for array in placed])
@@ -148,13 +148,13 @@ def update(operation: Operation) -> list[Value]:
 
 
 def per_operand(operation: Operation) -> list[Value]:
-    """Runs on each operand in the dtype that it has; each result is as its operand."""
+    """Runs on each operand in its own dtype; each result has the traits of its operand."""
     results = bind_arrays(operation.equation, [value.array for value in operation.values])
     return [Value.of(result, v.traits) for result, v in zip(results, operation.values, strict=True)]
 
 
-# Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`). Moves of
-# numbers are listed one by one: each name must be a primitive of a supported version of JAX.
+# JAX's primitives, with underscores for hyphens (`scatter-add`). A test checks that each name is a
+# primitive of a supported version of JAX.
 KINDS = {
     low: """
         conv_general_dilated ragged_dot_general
@@ -228,7 +228,7 @@ for kind, names in KINDS.items():
     )(kind)
 
 
-# Rules of single primitives: they run as a kind of `kinds.py` does, with an exception.
+# Rules of single primitives: a kind of the table, with an exception.
 
 
 @register("dot_general", cached=True)
@@ -248,7 +248,7 @@ def dot_general(operation: Operation) -> list[Value]:
 def mul(operation: Operation) -> list[Value]:
     """Runs as `scale`, but does not examine factors that are arrays of parameters.
 
-    They are in every layer, and their products in float32 would cost memory.
+    Every layer has some, and float32 products of them would cost memory.
     """
     if operation.result in operation.neighbours.statistics:
         return full(operation)
@@ -307,7 +307,7 @@ def access(operation: Operation) -> list[Value]:
 
 @register("custom_vjp_call", everywhere=True)
 def custom_vjp_call(operation: Operation) -> list[Value]:
-    """Runs a function in float32, as its backward pass is for the dtypes that were traced."""
+    """Runs a function in float32: its backward pass is for the traced dtypes."""
     return run_as_traced(operation, is_weak=not operation.region.is_fixed)
 
 
@@ -315,8 +315,8 @@ def custom_vjp_call(operation: Operation) -> list[Value]:
 def convert_element_type(operation: Operation) -> list[Value]:
     """Runs a cast that the user wrote.
 
-    A cast from float32 to float32 does not count: JAX writes one where only the weak type changes.
-    Neither does that of an inner autocast, which gives its results their float32 back.
+    A cast from float32 to float32 is ignored: JAX writes one where only the weak type changes. So is
+    the cast by which an inner autocast returns float32 results.
     """
     (value,), (atom,) = operation.values, operation.equation.invars
     if operation.equation.params["new_dtype"] != FLOAT32:
