@@ -29,9 +29,9 @@ _FOLDED = {
 # Results of these hold each number of their operand once, if the sizes are equal. Other identities
 # and placements state a fact about one array, which need not be true of its casts.
 SHAPES = RESHAPES | {"copy"}
-# XLA fuses the cast of a table with the gather of its rows, except on TPUs, where it writes the table
-# in 16 bits, at 6 bytes a number. Reading and writing a row costs 4 bytes a number in 16 bits, and 6
-# in float32, so the cast pays where a row is gathered this many times.
+# XLA fuses the cast of a table with the gather of its rows, except on TPUs, where it writes the
+# table in 16 bits, at 6 bytes a number. Reading and writing a row costs 4 bytes a number in 16
+# bits, and 6 in float32, so the cast pays where a row is gathered this many times.
 _ROWS_A_TABLE = 3
 
 
@@ -195,8 +195,9 @@ _PARTS = _MOVES | {"slice", "dynamic_slice"}
 class _Search(NamedTuple):
     """A search for the readers of variables: where it is, and how far it follows a number.
 
-    A cast of an operand also rounds its cotangents, so only products, whose cotangents have 16 bits,
-    may cause one. A search for numbers, which leaves cotangents alone, follows `_PARTS` and loops.
+    A cast of an operand also rounds its cotangents, so only products, whose cotangents have 16
+    bits, may cause one. A search for numbers, which leaves cotangents alone, follows `_PARTS` and
+    loops.
     """
 
     scope: str

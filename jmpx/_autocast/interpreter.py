@@ -29,8 +29,8 @@ from jmpx._policies.registry import any_class_has_a_policy
 
 _SCALING = frozenset("sub mul div".split())
 _AFFINE = frozenset("add sub mul div neg add_any".split())
-# Their results on statistics are statistics. Logarithms are left out: a softmax subtracts one, which
-# must not be rounded.
+# Their results on statistics are statistics. Logarithms are left out: a softmax subtracts one,
+# which must not be rounded.
 _OF_STATISTICS = frozenset(
     """
     add sub mul div neg add_any max min clamp abs sqrt rsqrt square integer_pow pow select_n

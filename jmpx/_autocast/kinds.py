@@ -1,4 +1,4 @@
-"""The rules of most primitives: cast down, stay float32, or follow the operands; a table of them."""
+"""The rules of most primitives: they cast down, stay in float32 or follow their operands."""
 
 from collections.abc import Sequence
 
@@ -77,7 +77,7 @@ def promote_finite(operation: Operation) -> list[Value]:
 
 
 def compare(operation: Operation) -> list[Value]:
-    """Runs as `promote` if dtypes are equal, else in float32: a rounded side may change the result."""
+    """Runs as `promote` if dtypes are equal, else in float32: rounding one side may decide."""
     dtypes = {value.dtype for value in operation.float32_values}
     return (promote if len(dtypes) == 1 else full)(operation)
 
@@ -315,8 +315,8 @@ def custom_vjp_call(operation: Operation) -> list[Value]:
 def convert_element_type(operation: Operation) -> list[Value]:
     """Runs a cast that the user wrote.
 
-    A cast from float32 to float32 is ignored: JAX writes one where only the weak type changes. So is
-    the cast by which an inner autocast returns float32 results.
+    A cast from float32 to float32 is ignored: JAX writes one where only the weak type changes. So
+    is the cast by which an inner autocast returns float32 results.
     """
     (value,), (atom,) = operation.values, operation.equation.invars
     if operation.equation.params["new_dtype"] != FLOAT32:

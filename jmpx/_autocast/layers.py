@@ -130,8 +130,8 @@ _Known = tuple[Traits, tuple[_Cast, ...]]  # the traits and the casts
 def shared(run: OnValues, values: Sequence[Value], is_read: Sequence[bool]) -> OnValues:
     """Returns a jitted function of these values, and of others with the same traits and casts.
 
-    Casts go in and out with the values, so that each is made once: cotangents of one cast are summed
-    in its dtype, those of two casts in the dtype of the value.
+    Casts go in and out with the values, so that each is made once: cotangents of one cast are
+    summed in its dtype, those of two casts in the dtype of the value.
     """
     # The function is kept for other pieces, and must not keep the arrays alive.
     constants: list[Any] = [v.array if isinstance(v.array, np.ndarray) else None for v in values]

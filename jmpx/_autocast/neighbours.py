@@ -32,8 +32,8 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
-# These, or their slopes, are infinite at a bound of their operand, as a division is at a denominator
-# of 0.
+# These, or their slopes, are infinite at a bound of their operand, as a division is at a
+# denominator of 0.
 _SINGULAR = frozenset(
     """
     log log1p log2 rsqrt sqrt cbrt pow erf_inv acos asin acosh atanh lgamma digamma polygamma
@@ -135,8 +135,8 @@ class Neighbours(NamedTuple):
     # an exponential reads it, and the squares of a norm, if a sum does.
     statistics: set[Atom]
     slopes: set[Atom]  # `n * x` next to `x**n`: part of its derivative, and as likely to overflow
-    # Comparisons of a number with a maximum of it and others, as in the derivative of a maximum. The
-    # maximum was rounded, so the number has to be rounded, too.
+    # Comparisons of a number with a maximum of it and others, as in the derivative of a maximum.
+    # The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed`
     raised: frozenset[Atom]  # variables that an exponential reads

@@ -99,9 +99,9 @@ def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) ->
 
 # What autocast warns of: rules and options without effect, and products that stay in float32.
 #
-# JAX traces the backward pass of a `jax.custom_vjp` only when it differentiates, in the dtypes of the
-# forward pass: autocast cannot evaluate it in others. The same holds for a function with its own
-# partitioning, and for a kernel.
+# JAX traces the backward pass of a `jax.custom_vjp` only when it differentiates, in the dtypes of
+# the forward pass: autocast cannot evaluate it in others. The same holds for a function with its
+# own partitioning, and for a kernel.
 
 
 _PRECISE = "`precision=` or jax.default_matmul_precision asks for more digits"

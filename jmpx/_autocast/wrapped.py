@@ -113,8 +113,8 @@ def evaluated(
 ) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of rules and options without effect.
 
-    In a loss, the state and the first argument hold the parameters, which are weak everywhere. Other
-    arguments, and arrays that the function closes over, keep their dtype where they reach no
+    In a loss, the state and the first argument hold the parameters, which are weak everywhere.
+    Other arguments, and arrays that the function closes over, keep their dtype where they reach no
     product, as targets do. In other functions, all inputs are weak everywhere.
     """
     key = policy_map.default, policy_map.rules, save
