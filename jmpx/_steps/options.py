@@ -9,8 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application
-from jmpx._adapters.function_casts import UncastArguments, UncastLike
+from jmpx._adapters.applying import Application, UncastArguments, UncastLike
 from jmpx._base.axes import AxisName, varying_axes
 from jmpx._base.contexts import may_be_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name

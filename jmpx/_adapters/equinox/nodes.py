@@ -1,4 +1,4 @@
-"""What a node of a model is: a module that is called, a container, a bound method, an array."""
+"""Nodes of a model: what each is (a called module, a container, a bound method), and maps."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _is_subclass = functools.lru_cache(maxsize=4096)(issubclass)
 
 
 def map_children(node: T, path: str, func: Callable[[PyTree, str], PyTree]) -> T:
-    """Returns a node with the results of `func` for each child and its path as the children.
+    """Maps the children of a node; `func` gets each with its path.
 
     A node whose children stay the same objects stays the same object: NNX needs that.
     """
@@ -58,7 +58,7 @@ def _method(node: PyTree) -> tuple[PyTree, str | None]:
     """Returns the module of a bound method and the public name of the method, None without one."""
     owner, func = getattr(node, "__self__", None), getattr(node, "__func__", None)
     if isinstance(node, eqx.Partial) and len(node.args) == 1 and not node.keywords:
-        owner, func = node.args[0], node.func  # as that of a method under `equinox.filter_jit`
+        owner, func = node.args[0], node.func  # a bound method of `equinox.filter_jit`
     names = public_methods(type(owner), eqx.Module) if is_module(owner) else ()
     for name in names:
         method = getattr(owner, name)
@@ -95,7 +95,7 @@ def is_called(cls: type) -> bool:
 
 
 def is_model(node: object) -> bool:
-    """Whether it is a module, and no wrapper such as that of `equinox.filter_vmap`."""
+    """Whether a node is a module, and no wrapper such as `equinox.filter_vmap` makes."""
     return is_module(node) and not is_internal(type(node))
 
 
