@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +55,6 @@ _WITH_STATISTICS = (
     hk.EMAParamsTree,
     hk.SNParamsTree,
 )
-
-
-@runtime_checkable
-class _Lift(Protocol):
-    """A module of `hk.lift` or `hk.layer_stack`: its parameters go in and out as stored."""
-
-    prefix_name: object
 
 
 @contextlib.contextmanager
@@ -155,7 +148,10 @@ class HaikuScope(PolicyScope):
         module = context.module
         self.take_over(type(module))
         is_part = any(call.module is module for call in self.calls)  # of a call that casts
-        if is_part or not is_public(context.method_name) or isinstance(module, _Lift):
+        is_lift = hasattr(
+            module, "prefix_name"
+        )  # of `hk.lift`: takes and returns stored parameters
+        if is_part or is_lift or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         self.record_module(type(module), module.module_name, policy, self.policy)
@@ -196,10 +192,9 @@ class HaikuScope(PolicyScope):
         own, policy = self.policies_of(cls, module.module_name, self.policy)
         if own is not None or not isinstance(module, _WITH_STATISTICS):
             return policy
-        stored = [
-            leaf.dtype for leaf in jax.tree.leaves(_stored_states(module)) if is_floating(leaf)
-        ]
-        dtype = computable(widest(stored or [_state_dtype(self.default)]))
+        states = filter(is_floating, jax.tree.leaves(_stored_states(module)))
+        stored = [state.dtype for state in states] or [_state_dtype(self.default)]
+        dtype = computable(widest(stored))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
     @contextlib.contextmanager

@@ -91,9 +91,7 @@ class PolicyScope:
         boundary = own
         if own is None and surrounding is None and self.policy_map is not None:
             boundary = self.policy_map.default
-        if boundary is not None and is_held(
-            self
-        ):  # a view is not held: it is used where it is made
+        if boundary is not None and is_held(self):  # the scope of a view is not held
             *_, innermost = opened((_Island, PolicyScope))
             if isinstance(innermost, _Island):
                 innermost.check(cls, boundary.compute_dtype, self.policy_map)

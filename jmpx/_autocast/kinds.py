@@ -156,9 +156,7 @@ def per_operand(operation: Operation) -> list[Value]:
 # JAX's primitives, with underscores for hyphens (`scatter-add`). A test checks that each name is a
 # primitive of a supported version of JAX.
 KINDS = {
-    low: """
-        conv_general_dilated ragged_dot_general
-    """,
+    low: "conv_general_dilated ragged_dot_general",
     full: """
         exp exp2 expm1 log log1p log2 pow rsqrt
         acos acosh asin asinh atanh cosh sinh tan erf_inv
@@ -170,9 +168,7 @@ KINDS = {
         triangular_solve tridiagonal tridiagonal_solve custom_linear_solve fft
         complex real imag conj
     """,
-    compare: """
-        eq_to ne lt lt_to le le_to gt ge
-    """,
+    compare: "eq_to ne lt lt_to le le_to gt ge",
     promote: """
         add_any neg abs sign floor ceil round is_finite
         sqrt cbrt one_minus_square sin cos
@@ -183,37 +179,17 @@ KINDS = {
         sharding_constraint reshard pvary pbroadcast
         empty empty2
     """,
-    limit: """
-        max min clamp
-    """,
-    promote_finite: """
-        add select_n concatenate stack pad dynamic_update_slice
-    """,
-    scale: """
-        div rem atan2
-    """,
-    power: """
-        square integer_pow polynomial
-    """,
-    exchange: """
-        all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
-    """,
+    limit: "max min clamp",
+    promote_finite: "add select_n concatenate stack pad dynamic_update_slice",
+    scale: "div rem atan2",
+    power: "square integer_pow polynomial",
+    exchange: "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute",
     bounded: "atan",
-    saturating: """
-        tanh logistic erf erfc
-    """,
-    update: """
-        scatter scatter_max scatter_min
-    """,
-    through_float32: """
-        select_and_scatter mulhi
-    """,
-    reduce_devices: """
-        psum psum_invariant reduce_scatter
-    """,
-    per_operand: """
-        sort pmax pmin optimization_barrier device_put
-    """,
+    saturating: "tanh logistic erf erfc",
+    update: "scatter scatter_max scatter_min",
+    through_float32: "select_and_scatter mulhi",
+    reduce_devices: "psum psum_invariant reduce_scatter",
+    per_operand: "sort pmax pmin optimization_barrier device_put",
     keep: """
         bitcast_convert_type nextafter reduce_precision
         random_bits random_fold_in random_gamma random_seed random_split random_wrap random_unwrap
@@ -223,9 +199,8 @@ KINDS = {
 }
 
 for kind, names in KINDS.items():
-    register(
-        *names.split(), cached=kind is not keep, keeps_finite=kind in (promote_finite, update)
-    )(kind)
+    keeps_finite = kind in (promote_finite, update)
+    register(*names.split(), cached=kind is not keep, keeps_finite=keeps_finite)(kind)
 
 
 # Rules of single primitives: a kind of the table, with an exception.

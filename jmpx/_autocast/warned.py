@@ -108,14 +108,6 @@ _PRECISE = "`precision=` or jax.default_matmul_precision asks for more digits"
 _FUNCTIONS = (jax.nn, jnp, jax.lax)  # whose functions users take for operations
 
 
-def warnings_of(
-    policy_map: PolicyMap, used: Used, modules: Iterable[Module], jaxpr: Jaxpr
-) -> Iterator[str]:
-    """Yields the warnings after an evaluation of a jaxpr; `modules` are those in the arguments."""
-    yield from _unused_rules(policy_map, used, modules)
-    yield from _wide_products(policy_map, used, jaxpr)
-
-
 def note_products(operation: Operation) -> None:
     """Notes how a product, or an operation that holds some, runs where the policy says 16 bits."""
     equation, dtype = operation.equation, operation.dtype
@@ -172,7 +164,7 @@ def _has_wide_product(equation: Equation, scope: str, regions: Regions, is_round
     return False
 
 
-def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
+def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
     """Yields a warning of functions that stay float32, and one if no product runs in 16 bits."""
     if used.wide:
         found = sorted({f"{e.primitive.name} at {place_of(e) or 'a library'}" for e in used.wide})
@@ -194,8 +186,11 @@ def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[
         )
 
 
-def _unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
-    """Yields a warning of each policy rule that met nothing, or changes nothing."""
+def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
+    """Yields a warning of each policy rule that met nothing, or changes nothing.
+
+    `modules` are those in the arguments.
+    """
     called = (module_of(scope) for scope in used.scopes)
     modules = {*modules, *(module for module in called if module)}
     ranks = {algorithm.rank for algorithm in used.algorithms}

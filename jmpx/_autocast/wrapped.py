@@ -14,7 +14,7 @@ import numpy as np
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import traced_name, tracing_explained, warnings_of
+from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
 from jmpx._base.made_once import made_once
@@ -156,8 +156,9 @@ def evaluated(
     # Off in the evaluation, whose 16-bit gathers have their own derivative, `binding.run_moved`.
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
-    messages = warnings_of(policy_map, interpreter.used, seen, jaxpr)
-    for message in (*messages, *messages_of(left)):
+    used = policy_map, interpreter.used
+    messages = *unused_rules(*used, seen), *wide_products(*used, jaxpr), *messages_of(left)
+    for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

@@ -52,7 +52,7 @@ class File:
 def migrate_files(paths: Iterable[str], write: bool) -> Iterator[str]:
     """Yields the lines of a report, after all files have been read, and written if asked to.
 
-    What cannot be read, understood or written is told among what is left to do.
+    Files that cannot be read, parsed or written are listed under what is left to do.
 
     Args:
         paths: files, and folders whose `.py` files are taken.

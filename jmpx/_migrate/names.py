@@ -1,4 +1,4 @@
-"""What a module says of its names: to which import each is bound, and what takes its place."""
+"""The names in a module: the import to which each is bound, its new name, and its uses."""
 
 import ast
 import collections
@@ -124,7 +124,7 @@ class Names(cst.CSTTransformer):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a module as a whole says of its names.
+    """Facts about the names of a whole module.
 
     Args:
         foreign: packages called `jmp` or `mpx` that are others, with the names that they share.
@@ -133,7 +133,7 @@ class Facts:
         flax: whether Flax is imported.
         scales: whether Flax's DynamicScale is imported, and each use of it is known.
         uncertain: whether Flax's DynamicScale is imported, and some use of it is not known.
-        words: what is given a DynamicScale somewhere: `ds` of `self.ds = DynamicScale()`.
+        words: those that a DynamicScale is assigned to: `ds` of `self.ds = DynamicScale()`.
         strings: the names within strings that are Python, such as annotations.
         names: all names that are not words of attributes, arguments or imports, by their text.
         assigns: all assignments.
@@ -318,7 +318,8 @@ def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-# Which uses of a variable each of its definitions reaches
+# The uses of a variable that each of its definitions reaches.
+
 
 _Assigns = dict[cst.CSTNode, cst.Assign]
 _BLOCKS = (cst.Module, cst.IndentedBlock, cst.SimpleStatementLine, cst.SimpleStatementSuite)
@@ -335,8 +336,8 @@ class Definitions(Names):
     def uses_of(self, name: str, scope: Scope) -> dict[cst.Assign, list[cst.Name]]:
         """Returns the uses of each definition of a name; empty if one of them is not certain.
 
-        Certain is a use behind a definition in the same block or in one around it, with no other
-        definition that may run in between. A function inside may use a name with one definition.
+        A use is certain after a definition in the same block or in one around it, if no other
+        definition may run in between. A function inside may use a name with one definition.
         """
         names = [each for each in self._names.get(name, ()) if self._binds(each, scope)]
         targets: dict[cst.Name, cst.Assign] = {}

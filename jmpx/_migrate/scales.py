@@ -129,7 +129,7 @@ class Scales(Marks):
             args.insert(0, cst.Arg(cst.parse_expression("2.0**16")))
         return updated.with_changes(args=args)
 
-    # Its value_and_grad
+    # The edit of `value_and_grad`.
 
     def visit_Module(self, node: cst.Module) -> None:
         """Finds the calls of which each use is unpacked into four, at once or by a name."""

@@ -12,8 +12,8 @@ import jmpx as jmp
 
 def test_all_names_exactly_what_is_public():
     public = {name for name in dir(jmp) if not name.startswith("_")}
-    rooms = "distributed equinox flags flax haiku inspect mpx optim types".split()
-    assert public == {*jmp.__all__, *rooms} and set(theirs.__all__) <= set(jmp.__all__)
+    submodules = "distributed equinox flags flax haiku inspect mpx optim types".split()
+    assert public == {*jmp.__all__, *submodules} and set(theirs.__all__) <= set(jmp.__all__)
     assert all(hasattr(jmp, name) for name in jmp.__all__)
     with pytest.raises(AttributeError, match="module 'jmpx' has no attribute 'autocats'"):
         jmp.autocats  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018

@@ -26,11 +26,9 @@ def map_children(node: T, path: str, func: Callable[[PyTree, str], PyTree]) -> T
     children, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
-    names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
-    mapped = [
-        func(child, f"{path}/{name}" if path else name)
-        for name, (_, child) in zip(names, children, strict=True)
-    ]
+    prefix = f"{path}/" if path else ""
+    names = [prefix + jax.tree_util.keystr(key, simple=True) for key, _ in children]
+    mapped = [func(child, name) for name, (_, child) in zip(names, children, strict=True)]
     changed = any(new is not old for new, (_, old) in zip(mapped, children, strict=True))
     return treedef.unflatten(mapped) if changed else node
 
