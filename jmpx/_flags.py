@@ -67,7 +67,7 @@ def define(
     module_name: str | None = None,
     **args: Any,
 ) -> flags.FlagHolder[Any]:
-    """Defines a flag whose values a parser makes of what users and programs write."""
+    """Defines a flag that parses values from the command line and from programs."""
     flag = Flag(parser, flags.ArgumentSerializer(), name, default, help, **args)
     return flags.DEFINE_flag(flag, flag_values, module_name, required=required)
 
@@ -152,7 +152,7 @@ def DEFINE_loss_scale(
     return define(parser, name, default, help, flag_values, **args)
 
 
-# The flags of `define_mp_flags`: their meaning together, and what contradicts.
+# The flags of `define_mp_flags`: their meaning together, and contradictions.
 
 
 _PARTS = "auto", 2.0**15  # the defaults of --mp_scale_type and --mp_scale_value

@@ -58,7 +58,7 @@ class UncastArguments(NamedTuple):
     given: tuple[int | str, ...]  # by the user, positions and names
     positional: tuple[str, ...] = ()  # the arguments that the function takes by position, in order
     named: tuple[str, ...] = ()  # all arguments of the function
-    has_state: bool = False  # whether the last one given is that of `state_argnum`
+    has_state: bool = False  # whether the last one given is `state_argnum`
 
     @classmethod
     def of(
@@ -409,7 +409,7 @@ def _are_rounded(before: PyTree, after: PyTree) -> bool:
 
 
 def code_of(func: Function) -> object:
-    """Returns what functions that are made anew for each call share: their code, or their class."""
+    """Returns the code of a function, or its class: equal for functions made anew in each call."""
     func = inspect.unwrap(func)
     while isinstance(func, functools.partial):
         func = inspect.unwrap(func.func)

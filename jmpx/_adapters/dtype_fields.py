@@ -38,7 +38,7 @@ def dtype_field(module: object) -> np.dtype | None:
 
 
 class Selected(NamedTuple):
-    """What a rule makes of the `dtype` fields in the layer that it selects."""
+    """How a rule changes the `dtype` fields in the layer that it selects."""
 
     written: np.dtype | None  # the field of that layer as the user wrote it, None if it has none
     dtype: np.dtype  # the compute dtype of the rule
@@ -49,7 +49,7 @@ class FieldInCall(NamedTuple):
 
     value: np.dtype | None  # None for a layer without the field
     is_ruled: bool  # whether a rule set it, which may have selected a layer around this one
-    selected: Selected | None  # what the layers inside follow; None if no rule is around them
+    selected: Selected | None  # for the layers inside; None if no rule is around them
 
 
 def field_in_call(module: object, ruled: DTypeLike | None, around: Selected | None) -> FieldInCall:

@@ -1,4 +1,4 @@
-"""Functions that cast what they take and return: `cast_function` and `force_full_precision`."""
+"""Casts of arguments and results: `cast_function` and `force_full_precision`."""
 
 import contextlib
 import functools

@@ -298,7 +298,7 @@ def _stored_states(module: hk.Module | None) -> Mapping[str, PyTree]:
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
-    """Returns the dtype of new state: that of new parameters, but at least float32."""
+    """Returns the dtype of new state: the param dtype, but at least float32."""
     return widest([np.dtype(np.float32), np.dtype(policy.param_dtype)])
 
 
@@ -337,7 +337,7 @@ def interception() -> Iterator[None]:
 
 
 class _ClassPolicies:
-    """Haiku's own registry of class policies, and what scopes have taken out of it."""
+    """Haiku's own registry of class policies, and the policies that scopes took out of it."""
 
     def get(self, cls: type) -> Policy | None:
         taken = (scope.class_policies.get(cls) for scope in opened(HaikuScope))

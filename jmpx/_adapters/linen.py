@@ -158,7 +158,7 @@ class _Call(NamedTuple):
     field: FieldInCall
     is_cast: bool = False  # whether a public method is running, whose inputs are cast already
     lifted: tuple[str, ...] = ()  # the lifted transforms in whose body the method runs
-    keeps: bool = False  # whether calls inside return at least what came in, for a wide state
+    keeps: bool = False  # whether calls inside widen their results back; see `run_cast`
 
     @property
     def policy(self) -> Policy | None:
@@ -211,7 +211,7 @@ class LinenScope(PolicyScope):
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
         lifted, dtype = lifted_by(module), call.field.value
         if isinstance(module, nn.OptimizedLSTMCell) and call.reading is not None:
-            dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
+            dtype = np.dtype(call.reading.compute_dtype)  # it multiplies weights of inner modules
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
         try:
             with field_set(module, dtype):

@@ -32,7 +32,7 @@ class ModuleRecord(NamedTuple):
 
 @dataclasses.dataclass(eq=False)  # two open pools of equal maps differ
 class Pool:
-    """What the scopes of one policy map met that began in one context of `pooled`."""
+    """Modules met by the scopes of one policy map that began in one context of `pooled`."""
 
     name: str  # the function that applies the map, as the user calls it
     policy_map: PolicyMap | None

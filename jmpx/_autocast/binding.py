@@ -185,7 +185,7 @@ def fill_value(equation: Equation, dtype: np.dtype) -> Params:
 # In which dtypes a jaxpr will read its variables under autocast, before it is evaluated.
 
 
-_WIDE: Dtypes = frozenset({FLOAT32})  # stands for any dtype but those of 16 bits
+_WIDE: Dtypes = frozenset({FLOAT32})  # any dtype other than those of 16 bits
 _NOTHING: Dtypes = frozenset()
 
 _MOVES = EXCHANGES | {"gather"}  # a number that is rounded before these moves in 16 bits
@@ -240,7 +240,7 @@ def number_dtypes(
 def result_dtypes(
     equation: Equation, found: Mapping[Atom, Dtypes], scope: str, regions: Regions
 ) -> Sequence[Dtypes]:
-    """Returns what `number_dtypes` found of the results of an equation and of the jaxpr in it."""
+    """Returns the dtypes in `found` of the results of an equation, and of the jaxpr in it."""
     name = operation_name(equation.primitive.name)
     if not found or name == "while":
         return ()
@@ -252,7 +252,7 @@ def _turns(equation: Equation, results: list[Dtypes], search: _Search) -> list[D
     """Returns the dtypes in which a scan's results are read, in its next turn or outside of it."""
     jaxpr, (num_consts, num_carry) = equation.params["jaxpr"], core.scan_counts(equation)
     override = search.regions.override("scan", search.regions.region(search.scope))
-    if override is not None and override == jnp.bfloat16:  # the loop casts what it carries
+    if override is not None and override == jnp.bfloat16:  # the loop casts its carry
         return [*[frozenset({override})] * num_carry, *results[num_carry:]]
     before = None
     while results != before:

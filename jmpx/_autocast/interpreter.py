@@ -214,7 +214,7 @@ class Interpreter:
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]:
-        """Runs a jaxpr, closed or open, in a scope; `ends` says what becomes of its results."""
+        """Runs a jaxpr, closed or open, in a scope; `ends` says how its results are used."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
@@ -355,7 +355,7 @@ def _retraced(
 
 def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
-    # An autocast around this one must leave in float32 what this one runs in float32.
+    # An autocast around this one must not lower the operations that this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
     equation, region = operation.equation, operation.region
     # The equations inside a checkpoint are marked where they are evaluated.

@@ -73,7 +73,7 @@ def _groups(equations: Sequence[Equation]) -> Iterator[tuple[bool, range]]:
 
 
 def token(equation: Equation) -> Hashable:
-    """Returns what equations at the same place of equal layers have in common."""
+    """Returns a key that equations at the same place of equal layers share."""
     shapes = tuple(getattr(var.aval, "shape", None) for var in equation.outvars)
     return equation.primitive.name, shapes
 

@@ -1,4 +1,4 @@
-"""What stands around an operation: norms, softmaxes, products, and values that are exposed."""
+"""The surroundings of an operation: norms, softmaxes, products, and readers that expose it."""
 
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -113,7 +113,7 @@ Dtypes: TypeAlias = frozenset[np.dtype]
 
 
 class Ends(NamedTuple):
-    """What becomes of a jaxpr's results outside of it; a result without a flag counts as False."""
+    """How a jaxpr's results are used outside of it; a result without a flag counts as False."""
 
     exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed`
     raised: tuple[bool, ...] = ()  # which are read by an exponential
@@ -125,7 +125,7 @@ class Ends(NamedTuple):
     read: tuple[Dtypes, ...] = ()
 
 
-NOTHING = Ends()  # nothing is known of it
+NOTHING = Ends()  # no use is known
 
 
 class Neighbours(NamedTuple):
@@ -147,7 +147,7 @@ class Neighbours(NamedTuple):
     read: Mapping[Atom, Dtypes]  # see `binding.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
-        """Returns what becomes of the results of the jaxpr that an equation holds."""
+        """Returns how the results of the jaxpr in an equation are used."""
         paths = self.multiplied
         return Ends(
             exposed=within(exposed, equation, self.exposed),
@@ -159,7 +159,7 @@ class Neighbours(NamedTuple):
         )
 
     def said_of(self, atoms: Sequence[Atom]) -> Hashable:
-        """Returns what is known of some results, as a key."""
+        """Returns the facts about some results, as a key."""
         known = (found or () for found in self[:-2])
         flags = (tuple(atom in found for atom in atoms) for found in known)
         return tuple(flags), tuple(map(self.read.get, atoms))

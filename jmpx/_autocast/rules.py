@@ -29,15 +29,15 @@ class Retracing(NamedTuple):
     """How a jaxpr that an equation holds is evaluated anew."""
 
     scope: str  # around it
-    ends: Ends = NOTHING  # what becomes of its results
-    result_dtypes: tuple[np.dtype, ...] = ()  # of the first results; others leave as they come
+    ends: Ends = NOTHING  # how its results are used
+    result_dtypes: tuple[np.dtype, ...] = ()  # of the first results; others stay as computed
     num_uncast: int = 0  # how many of its first operands are cast inside
     has_rounded: bool = False  # whether pending operands come a second time, rounded
     rounds: bool = False  # whether pending results are rounded
 
 
 class Retraced(NamedTuple):
-    """A closed jaxpr in other dtypes, the traits of its results, and what its evaluation met."""
+    """A closed jaxpr in other dtypes, the traits of its results, and the rules that it used."""
 
     jaxpr: Jaxpr
     results: list[Traits]
@@ -61,16 +61,16 @@ class Evaluator(Protocol):
 
 
 class Operation(NamedTuple):
-    """An equation that is about to run, its operands, and what holds where it runs."""
+    """An equation that is about to run, its operands, and its surroundings."""
 
     equation: Equation
     values: list[Value]
     interpreter: Evaluator  # of the jaxprs that the equation holds
     scope: str  # the names of the scopes around the equation, joined by slashes
-    region: Region  # what the policy rules say about that scope
-    override: np.dtype | None  # what a policy rule gives to the primitive; None without one
+    region: Region  # of that scope, by the policy rules
+    override: np.dtype | None  # the dtype that a policy rule gives to the primitive, if any
     neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
-    read: tuple[Dtypes, ...] = ()  # in which its results are read; see `binding.result_dtypes`
+    read: tuple[Dtypes, ...] = ()  # the dtypes of its readers; see `binding.result_dtypes`
     is_single: bool = False  # whether few are equal, so that JAX need not cache a function for it
 
     @property
@@ -117,7 +117,7 @@ class Operation(NamedTuple):
 
     @property
     def ends(self) -> Ends:
-        """What becomes of the results of the jaxpr that the equation holds."""
+        """How the results of the jaxpr in the equation are used."""
         return self.neighbours.ends_within(self.equation)._replace(read=self.read)
 
     def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
@@ -143,7 +143,7 @@ _Rule = TypeVar("_Rule", bound=PrimitiveRule)
 
 
 class Entry(NamedTuple):
-    """What the registry holds of a primitive."""
+    """The entry of a primitive in the registry."""
 
     rule: PrimitiveRule
     # Whether the rule runs even if a policy rule gives the primitive a dtype, or the region is
@@ -254,7 +254,7 @@ def _precision(equation: Equation, scope: str, regions: Regions) -> Params:
     if not takes_part and dtypes != {FLOAT32}:
         return _without_algorithm(equation, regions) if dtypes else {}
     regions.note(algorithm)
-    if params["precision"] is not None:  # what the user wrote takes precedence
+    if params["precision"] is not None:  # the user's takes precedence
         return {}
     if is_word:
         return {"precision": (lax.Precision(algorithm.name),) * 2}
@@ -271,7 +271,7 @@ def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
 
 @once_per_jaxpr
 def _rewritten(jaxpr: Jaxpr, scope: str, *of_regions: Any) -> tuple[Jaxpr | None, Used]:
-    """Returns a jaxpr with algorithms, None if nothing changes, and what was met in it."""
+    """Returns a jaxpr with algorithms, None if nothing changes, and the rules that it used."""
     regions = Regions(*of_regions)
 
     def change(equation: Equation) -> Equation:

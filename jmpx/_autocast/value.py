@@ -31,7 +31,7 @@ LOW = (BFLOAT16, np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
-    """What is known of an array before it exists; a part of the keys of caches."""
+    """The facts about an array that are known before it exists; a part of the keys of caches."""
 
     dtype: np.dtype
     # Whether it takes the dtype of an array that is not weak, where the two meet: a float32 bias
@@ -87,7 +87,7 @@ class Value:
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
-        """Returns the value of an array of which the traits are known."""
+        """Returns the value of an array with known traits."""
         return cls(array, *traits[1:])
 
     @classmethod
@@ -250,11 +250,11 @@ class Algorithm(NamedTuple):
     """The algorithm of float32 products, and the position in the policy map of the rule for it."""
 
     name: str  # as `jax.default_matmul_precision` takes it
-    rank: int  # -1 for the default, -2 for what surrounds the call
+    rank: int  # -1 for the default, -2 for a context around the call
 
 
 class Used:
-    """What an evaluation met; the warnings of policy rules without effect read it."""
+    """Rules, scopes and operations that an evaluation met; warnings of unused rules read it."""
 
     def __init__(self) -> None:
         self.rules = set[PolicyRule]()  # that matched a scope or a primitive
@@ -266,13 +266,13 @@ class Used:
         self.wide = set[Equation]()  # that hold products which should run in 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:
-        """Adds what the evaluation of an inner jaxpr met."""
+        """Adds those of the evaluation of an inner jaxpr."""
         for name, met in vars(inner).items():
             getattr(self, name).update(met)
 
 
 class Region(NamedTuple):
-    """What holds at a scope."""
+    """The dtype and the algorithm of a scope."""
 
     dtype: np.dtype  # in which it computes
     rank: int  # the position in the policy map of the rule that says so; -1 for the default
@@ -287,7 +287,7 @@ class Region(NamedTuple):
 
     @property
     def policy(self) -> str:
-        """What holds here, as a policy is written."""
+        """The region as a policy string."""
         algorithm = "" if self.algorithm is None else f",matmul={self.algorithm.name}"
         return f"compute={self.dtype.name}{algorithm}"
 
@@ -309,7 +309,7 @@ class Regions:
         self.policy_map = policy_map
         # The algorithm that jmpx has set around the call; the map's default takes precedence.
         self.surrounding = surrounding
-        self.used = Used()  # what was met so far
+        self.used = Used()
         given = (rule.product or rule.matmul for rule in policy_map.rules)
         names = (surrounding, policy_map.default.matmul_precision, *given)
         self.give_algorithms = any(name is not None for name in names)

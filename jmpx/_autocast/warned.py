@@ -97,7 +97,7 @@ def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) ->
     return ""
 
 
-# What autocast warns of: rules and options without effect, and products that stay in float32.
+# Warnings: of rules and options without effect, and of products that stay in float32.
 #
 # JAX traces the backward pass of a `jax.custom_vjp` only when it differentiates, in the dtypes of
 # the forward pass: autocast cannot evaluate it in others. The same holds for a function with its
@@ -230,7 +230,7 @@ def _is_without_dtype(rule: PolicyRule) -> bool:
 
 
 def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
-    """Returns the end of a warning: what a rule did not match, and what is near to it."""
+    """Returns the end of a warning: the kind that a rule did not match, and similar names."""
     if rule.is_operation:
         name = rule.selector.removeprefix("op.")
         if name not in ENTRIES and any(hasattr(module, name) for module in _FUNCTIONS):

@@ -1,4 +1,4 @@
-"""`autocast`, and what it returns: a callable that traces the user's, and evaluates the jaxpr."""
+"""`autocast` and `Autocast`: a callable that traces the user's, and evaluates the jaxpr."""
 
 import contextlib
 import dataclasses
@@ -192,7 +192,7 @@ def _casts_nothing(policy_map: PolicyMap) -> bool:
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:
-    """Returns a result in the dtype that `output` says; `traced` is what it is without autocast."""
+    """Returns a result in the dtype that `output` says; `traced` is its type without autocast."""
     if output is None or not is_floating(value.array):
         return value.array
     if output != "traced":

@@ -142,7 +142,7 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
 
 
 def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
-    """Returns the fields that hold where a rule matches; a star marks those inherited from a call."""
+    """Returns the fields that hold where a rule matches; a star marks inherited ones."""
     rule = rule.spelled_out(default.compute_dtype)
     fields = given_fields(rule.resolve(default, default))
     inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}

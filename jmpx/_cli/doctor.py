@@ -107,7 +107,7 @@ def _multiplied(device: Device) -> tuple[tuple[str, ...], str]:
 
 
 def _misfits(variables: dict[str, str], device: Device) -> Iterator[str]:
-    """Yields errors in the variables, and dtypes of the policy that the device does not multiply."""
+    """Yields errors in the variables, and dtypes that the device does not multiply."""
     for name in variables.keys() - {*_VARIABLES}:
         near = did_you_mean(name, _VARIABLES)
         yield f"The variable {name} does nothing: jmpx reads {' and '.join(_VARIABLES)}{near}"

@@ -223,7 +223,7 @@ def _with_wide_sum(
     axis: int | None,
     reduce_dtype: np.dtype,
 ) -> jax.Array:
-    """Returns the cast leaf, gathered; the derivative is that of the stored leaf.
+    """Returns the cast leaf, gathered, with the derivative of the stored leaf.
 
     The tangent is gathered in the reduce dtype, then cast. JAX transposes this: the backward pass
     casts the gradient first, then sums and scatters it in the reduce dtype.

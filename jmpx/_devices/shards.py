@@ -52,7 +52,7 @@ class Exchange(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What an array is computed from."""
+    """The parameters and exchanges that an array is computed from."""
 
     # The parameters whose elements it holds, or None if it depends on data. A scalar holds none: it
     # scales a parameter, or picks a part of one.
@@ -102,7 +102,7 @@ def _picked(name: str, operands: Sequence[Source]) -> Source:
 
 
 def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
-    """Returns the union of sets, one of which mostly holds the others."""
+    """Returns the union of sets; often the largest holds the others."""
     largest: frozenset[S] = max(sets, key=len, default=frozenset())
     if all(each is largest or each <= largest for each in sets):
         return largest
@@ -170,15 +170,15 @@ def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable])
 
 # Which parameters of a gradient function are shards, and over which of the mapped axes.
 #
-# The gradient of a replica, of which each device has a copy, is the mean over devices. That of a
-# shard was summed by the backward pass of its gather, so it is divided by the number of devices. So
-# is the gradient of an own part, as in tensor and expert parallelism.
+# A replica has a copy on each device, and its gradient is the mean over devices. The gradient of a
+# shard was summed by the backward pass of its gather, so it is divided by the number of devices, as
+# is the gradient of an own part, in tensor and expert parallelism.
 
 
 Axes = frozenset[Hashable]
 _NO_AXES: Axes = frozenset()
 
-# What a mask says of a parameter: True of a shard, False of a replica, "own" of an own part.
+# The value of a mask for a parameter: True for a shard, False for a replica, "own" for an own part.
 Says: TypeAlias = bool | Literal["own"]
 
 
@@ -240,11 +240,11 @@ class Over:
 
 
 class Parameters(NamedTuple):
-    """What is known of the parameters before the function runs, each in a list."""
+    """Facts about the parameters before the function runs, one list for each kind."""
 
     paths: list[str]  # for error messages
     varying: list[Axes]  # the axes along which JAX knows each of them to vary
-    sharded: list[Says] | None  # what the mask says of each of them, if there is one
+    sharded: list[Says] | None  # the values of the mask, if there is one
 
     def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
         """Returns for each parameter the axes over which it is a shard: none for a replica.
@@ -335,7 +335,7 @@ def _spell(axes: Iterable[Hashable]) -> str:
 
 
 def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
-    """Returns what a mask says of each differentiable array of a pytree; None without a mask."""
+    """Returns the value of a mask for each differentiable array; None without a mask."""
     if sharded is None:
         return None
     says: list[PyTree]

@@ -1,4 +1,4 @@
-"""Migrates files: a diff of each, what is left to do, and the writing."""
+"""Migrates files: shows a diff of each, lists what is left to do, and writes them."""
 
 import dataclasses
 import difflib

@@ -38,7 +38,7 @@ _MOVED = {
     "haiku.mixed_precision.get_policy": "jmpx.policy_of",
     CLASS: "jmpx.DynamicLossScale",
 }
-# Arguments of Flax's DynamicScale, and what they are called here.
+# Arguments of Flax's DynamicScale, and their names here.
 DYNAMIC_SCALE = {
     "backoff_factor": "backoff_factor",
     "fin_steps": "counter",
@@ -167,7 +167,7 @@ class Uses(Names):
         self._assigns: list[cst.Assign] = []
 
     def facts(self) -> Facts:
-        """Returns what was found."""
+        """Returns the facts."""
         known = {
             package: sorted(name for name in names if new_name(name))
             for package, names in self._names.items()
@@ -270,7 +270,7 @@ class Uses(Names):
         if node.value not in ("jmp", "jmpx"):
             return
         parent = self.get_metadata(ParentNodeProvider, node)
-        # What a `case` binds is no assignment to libcst.
+        # To libcst, a name that a `case` binds is no assignment.
         is_case = isinstance(parent, cst.MatchAs | cst.MatchStar | cst.MatchMapping)
         plain = not is_case and self.is_use(node) and self.imported(node) == node.value
         if node.value == "jmpx":

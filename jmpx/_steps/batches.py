@@ -75,7 +75,7 @@ def paths_of(tree: PyTree) -> list[str]:
 
 
 def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
-    """Returns the option `grad_dtype` as a dtype; None stands for that of each parameter."""
+    """Returns the option `grad_dtype` as a dtype; None stands for the dtype of each parameter."""
     if dtype is None:
         return None
     dtype = as_dtype(dtype, " in grad_dtype")
@@ -314,7 +314,7 @@ class Backward(NamedTuple):
     """The result of a forward and a backward pass, or of all passes over micro-batches."""
 
     value: jax.Array  # the unscaled loss
-    aux: PyTree  # what the function returned besides its loss and its model state
+    aux: PyTree  # without the model state
     state: PyTree  # the model state after the pass
     grads: list[jax.Array]  # the scaled gradients, in float32 or wider
 

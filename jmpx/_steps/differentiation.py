@@ -42,7 +42,7 @@ R = TypeVar("R")
 def differentiate(
     options: Options, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords
 ) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
-    """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
+    """Computes a loss and its gradients; returns them, and the changes of NNX objects."""
     stored, merge = split_parameters(args)
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     options.check_overwritten(args[0])
@@ -139,8 +139,8 @@ class _Call(NamedTuple):
             new, aux = options.model_state.split(aux, old)
             if options.batch.microbatches > 1:
                 options.model_state.check(new, old)
-            # Each device differentiates a loss of its own, as gradients are averaged: that of a
-            # common loss would be this device's part alone.
+            # Each device differentiates its own loss, and the gradients are averaged. The gradient
+            # of a common loss would be this device's part of it alone.
             value = vary([at_least_float32(value)], shards.axes)[0]
             return options.scaling.scale(value), (value, aux, (updates, new))
 

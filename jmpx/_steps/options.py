@@ -130,7 +130,7 @@ def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             return new
         if not varying_axes(old) <= varying_axes(new):
             return new
-        # Devices with flags of their own would select different values of what they share.
+        # Devices with their own flags would select different values of a shared array.
         axes = tuple(sorted(varying_axes(finite) - varying_axes(new), key=str))
         place = jax.typeof(new).sharding
         if jax.typeof(old).sharding.spec != place.spec:  # on an Explicit mesh
@@ -184,7 +184,7 @@ class Options:
         self.model_state = ModelState.of(state_argnum, has_aux)
 
     def applied(self) -> Application:
-        """Returns what runs `func` in one call."""
+        """Returns the application for one call; warns if it needs a loss scale."""
         _warn_of_no_scale(self.applying.policy_map, self.scaling)
         return self.applying
 

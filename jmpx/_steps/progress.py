@@ -176,7 +176,7 @@ def _named(grads: PyTree) -> str:
     return f", and infinities or NaN in {', '.join(bad[:3])}{more}" if bad else ""
 
 
-# What a logger plots: the loss scale, and the skipped steps.
+# Scalars for a logger: the loss scale, and the skipped steps.
 
 
 def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> dict[str, jax.Array]:

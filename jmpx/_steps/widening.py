@@ -36,7 +36,7 @@ Flags = tuple[bool, ...]
 
 # A sum of 16-bit numbers that other operations read, too, as the gradient of a bias is, stays in
 # 16 bits if it reads more bytes than this in float32, on each device of the mesh that is set here:
-# compilers may write them to memory. (Those of 32,000 logits cost 640 MiB on a TPU v5e.)
+# compilers may write them to memory. (Sums of 32,000 logits cost 640 MiB on a TPU v5e.)
 LARGEST_SUM = 2**28
 
 _CAST, _BARRIER = "convert_element_type", "optimization_barrier"

@@ -1,4 +1,4 @@
-"""Nodes of a model: what each is (a called module, a container, a bound method), and maps."""
+"""Nodes of a model: their kinds (a called module, a container, a bound method), and maps."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def map_nodes(
         mapped = map_nodes(func, wrapped, is_node)
         return tree if mapped is wrapped else eqx.filter_jit(mapped)
     owner, name = _method(tree)
-    if name is not None:  # its function is that of the class
+    if name is not None:  # a bound method, whose function is of the class
         mapped = map_nodes(func, owner, is_node)
         return tree if mapped is owner else getattr(mapped, name)
     return map_children(tree, "", lambda child, _: map_nodes(func, child, is_node))

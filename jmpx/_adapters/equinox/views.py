@@ -88,11 +88,11 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
 
 
 class _Around(NamedTuple):
-    """What surrounds a node of a model."""
+    """The surroundings of a node of a model."""
 
     surrounding: Policy | None = None  # of calls of the modules in the node
     inner: Policy | None = None  # casts leaves; differs in a container that is never called
-    selected: Selected | None = None  # what a rule makes of `dtype` fields
+    selected: Selected | None = None  # by a rule, for `dtype` fields
 
 
 _OUTSIDE = _Around()

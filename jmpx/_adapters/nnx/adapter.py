@@ -55,7 +55,7 @@ class _Views:
                 self.made[refusing] = type(optimizer)
                 object.__setattr__(optimizer, "__class__", refusing)
         self.made |= scope.made
-        # Bound methods are bound again, as those of the views.
+        # Bound methods become those of the views.
         return treedef.unflatten([replace_objects(leaf, objects_of(leaf)) for leaf in leaves])
 
     def restore(self, tree: T) -> T:

@@ -1,4 +1,4 @@
-"""Objects of NNX in a model: what each is (a called module, a container), and how to find them."""
+"""Objects of NNX in a model: their kinds (a called module, a container), and searches for them."""
 
 from collections.abc import Callable
 from typing import TypeGuard

@@ -103,12 +103,12 @@ def _copied(value: PyTree, copies: dict[int, PyTree]) -> PyTree:
 
 
 class _Around(NamedTuple):
-    """What surrounds a value of the model."""
+    """The surroundings of a value of the model."""
 
     module: Module | None = None  # reads the parameters in the value
     surrounding: Policy | None = None  # of calls of the modules in the value
     reading: Policy | None = None  # under which parameters in the value are read
-    selected: Selected | None = None  # what a rule makes of `dtype` fields in the value
+    selected: Selected | None = None  # by a rule, for `dtype` fields in the value
 
 
 _OUTSIDE = _Around()
