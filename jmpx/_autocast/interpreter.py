@@ -29,7 +29,7 @@ from jmpx._policies.registry import any_class_has_a_policy
 
 _SCALING = frozenset("sub mul div".split())
 _AFFINE = frozenset("add sub mul div neg add_any".split())
-# Their results on statistics are statistics. Logarithms are left out: a softmax subtracts one,
+# Results of these on statistics are statistics. Logarithms are left out: a softmax subtracts one,
 # which must not be rounded.
 _OF_STATISTICS = frozenset(
     """
@@ -355,7 +355,7 @@ def _retraced(
 
 def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
-    # An autocast around this one must not lower the operations that this one runs in float32.
+    # An autocast around this one must not cast down operations that this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
     equation, region = operation.equation, operation.region
     # The equations inside a checkpoint are marked where they are evaluated.
