@@ -1,8 +1,8 @@
 """jmpx: mixed precision for JAX, from a policy string.
 
-What a training script uses is here. The rest is in rooms: `jmpx.inspect` looks at programs and
-values, `jmpx.optim` stores in 16 bits, `jmpx.distributed` gathers shards, `jmpx.types` has the
-classes of results and states, `jmpx.mpx` speaks MPX's words, `jmpx.flags` absl's, and
+A training script finds all that it needs here. Submodules have the rest: `jmpx.inspect` looks at
+programs and values, `jmpx.optim` stores in 16 bits, `jmpx.distributed` gathers shards, `jmpx.types`
+has the classes of results and states, `jmpx.mpx` has MPX's names, `jmpx.flags` flags of absl, and
 `jmpx.haiku`, `jmpx.equinox` and `jmpx.flax` are for modules of these frameworks.
 """
 

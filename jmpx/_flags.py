@@ -1,4 +1,7 @@
-"""absl flags for policies and loss scales."""
+"""absl flags for policies and loss scales: single ones, and the set of `define_mp_flags`."""
+
+# absl does not type its validators:
+# pyright: reportUnknownMemberType=false
 
 import os
 from collections.abc import Callable
@@ -64,7 +67,7 @@ def define(
     module_name: str | None = None,
     **args: Any,
 ) -> flags.FlagHolder[Any]:
-    """Defines a flag whose values a parser makes of what users and programs write."""
+    """Defines a flag that parses values from the command line and from programs."""
     flag = Flag(parser, flags.ArgumentSerializer(), name, default, help, **args)
     return flags.DEFINE_flag(flag, flag_values, module_name, required=required)
 
@@ -145,18 +148,12 @@ def DEFINE_loss_scale(
     takes it.
     """
     form = "a loss scale such as dynamic,init=2**15, static=1024 or none"
-    parser = Parser(lambda spec: get_loss_scale(spec), "loss scale", form)
+    parser = Parser(get_loss_scale, "loss scale", form)
     return define(parser, name, default, help, flag_values, **args)
 
 
-# The flags of `jmpx.flags.define_mp_flags`, what they mean together, and what contradicts.
+# The flags of `define_mp_flags`: their meaning together, and contradictions.
 
-
-# absl does not type its validators:
-# pyright: reportUnknownMemberType=false
-
-# A flag belongs to the module that calls a function of this one, and --help lists it there.
-flags.disclaim_key_flags()
 
 _PARTS = "auto", 2.0**15  # the defaults of --mp_scale_type and --mp_scale_value
 
@@ -215,7 +212,7 @@ class MixedPrecisionFlags:
         """Makes the loss scale that the flags describe."""
         whole, kind, value = map(self._read, ("loss_scale", "scale_type", "scale_value"))
         default = self._flag_values[f"{self._prefix}_loss_scale"].default
-        return get_loss_scale(_in_force(whole, default, kind, value), self.policy_map)
+        return get_loss_scale(_chosen(whole, default, kind, value), self.policy_map)
 
     def mixed_precision(self) -> MixedPrecision:
         """Returns the policy map and the loss scale as one `jmpx.MixedPrecision`."""
@@ -294,9 +291,8 @@ def _of_variable(variable: str, parser: Parser[Any]) -> Any:
 
 
 def _define_loss_scale(prefix: str, flag_values: flags.FlagValues) -> None:
-    whole, kind, value = (
-        f"{prefix}_{name}" for name in ("loss_scale", "scale_type", "scale_value")
-    )
+    words = ("policy", "loss_scale", "scale_type", "scale_value")
+    names = _, whole, kind, value = [f"{prefix}_{word}" for word in words]
     default = _of_variable("JMPX_LOSS_SCALE", _LOSS_SCALE_OR_AUTO)
     help = "The loss scale. The environment variable JMPX_LOSS_SCALE sets the default."
     define(_LOSS_SCALE_OR_AUTO, whole, default, help, flag_values)
@@ -305,11 +301,10 @@ def _define_loss_scale(prefix: str, flag_values: flags.FlagValues) -> None:
     define(kinds, kind, _PARTS[0], help, flag_values)
     help = "The loss scale of Static; the one that Dynamic begins with."
     define(flags.FloatParser(lower_bound=0), value, _PARTS[1], help, flag_values)
-    names = (f"{prefix}_policy", whole, kind, value)
 
     def check(values: dict[str, Any]) -> bool:
         policy_map, *given = (values[name] for name in names)
-        spec = _in_force(given[0], default, *given[1:])
+        spec = _chosen(given[0], default, *given[1:])
         parts = f"--{kind}={given[1]} --{value}={given[2]}"
         # absl would begin a ValidationError with the values of all flags.
         if spec == given[0] and (given[1], given[2]) != _PARTS:
@@ -325,8 +320,8 @@ def _define_loss_scale(prefix: str, flag_values: flags.FlagValues) -> None:
     flags.register_multi_flags_validator(names, check, flag_values=flag_values)
 
 
-def _in_force(whole: str | None, default: str | None, kind: str, value: float) -> str:
-    """Returns the string of the loss scale in force: the parts go before the default of a whole."""
+def _chosen(whole: str | None, default: str | None, kind: str, value: float) -> str:
+    """Returns the string of the loss scale: parts take precedence over the default of a whole."""
     if whole is not None and (whole != default or (kind, value) == _PARTS):
         return whole
     return "none" if kind == "NoOp" else f"{kind.lower()},init={value}"

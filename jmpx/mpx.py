@@ -1,8 +1,8 @@
-"""MPX's words, casts and defaults: `import jmpx.mpx as mpx` is all that its users change.
+"""MPX's names, casts and defaults: `import jmpx.mpx as mpx` is all that its users change.
 
-MPX (arXiv 2507.03312) computes in float16 unless it is told otherwise, and its loss scale stays
-within float16. jmpx differs from it in three ways: gradients are unscaled by the scale that the
-backward pass used, the loss is scaled in float32, and casts reach NumPy arrays and float64, too.
+MPX (arXiv 2507.03312) computes in float16 by default, and its loss scale stays within float16. jmpx
+differs from it in three ways: gradients are unscaled by the scale that the backward pass used, the
+loss is scaled in float32, and casts reach NumPy arrays and float64, too.
 """
 
 import functools

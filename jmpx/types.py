@@ -1,4 +1,4 @@
-"""The classes of what jmpx's functions return and keep, to annotate and to match."""
+"""The classes of results and states of jmpx's functions, for annotations and `isinstance`."""
 
 from jmpx._base.public import public_names
 

@@ -12,7 +12,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 import jmpx
-from jmpx._adapters.function_casts import UncastLike
+from jmpx._adapters.applying import UncastLike
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.trees import AxisName, Flag
 from jmpx._policies.maps import PolicyMapLike

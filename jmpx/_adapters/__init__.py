@@ -1,13 +1,13 @@
 """Adapters: policies inside of Haiku, Equinox and Flax, and `jmpx.apply_policy` over all of them.
 
-Read in this order: `applying.py` runs a function as its policy map says: with its arguments cast
-(`function_casts.py`), by modules, or under autocast. By modules, each framework has a file, `haiku`
-or `linen`, or a package, `equinox` or `nnx`, whose `adapter` offers what `_policies/frameworks.py`
-lists. They share:
+Read `applying.py` first: it runs a function as its policy map says, with its arguments cast, by
+modules, or under autocast. `function_casts.py` has the functions that cast without a policy. For
+modules, each framework has a file, `haiku` or `linen`, or a package, `equinox` or `nnx`, whose
+`adapter` fills in the class in `_policies/frameworks.py`. They share:
 
 - `scopes.py`: which policy a module has, and the warnings of rules without effect.
-- `boundaries.py`: a call whose arguments and result are cast, one cast for each parameter, and
-  subclasses of a user's classes, whose methods cast or mark their calls.
+- `boundaries.py`: calls whose arguments and results are cast, the casts of parameters, and proxy
+  classes.
 - `dtype_fields.py`: the `dtype` fields of layers.
 
 Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
@@ -18,6 +18,6 @@ that `with_policies` made: its parameters are cast, and its modules cast at thei
 class*. The *carry* of a loop is the value that each step takes and hands on; JAX requires that it
 keeps its dtype.
 
-The adapters import from `_autocast` and the rooms below it. Those of the frameworks do not import
-each other, and jmpx imports none before its framework.
+The adapters import from `_autocast` and the packages below it. Those of the frameworks do not
+import each other, and jmpx imports none before its framework.
 """

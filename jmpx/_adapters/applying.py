@@ -1,22 +1,23 @@
-"""`apply_policy`: runs a function under a policy, in the way that the policy map says."""
+"""`apply_policy`: runs a function under a policy, in the way of the policy map."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.function_casts import UncastArguments, UncastLike, refuse_set
+from jmpx._adapters.function_casts import refuse_set
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, user_stacklevel
+from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel
 from jmpx._base.stateful import (
     Arguments as Args,
     Changes,
@@ -42,6 +43,86 @@ State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
 Result: TypeAlias = tuple[PyTree, Changes]
 
 _NAME = "jmpx.apply_policy"
+
+
+# `uncast=`: the arguments that a function gets as they are, by position or name.
+
+
+Given: TypeAlias = tuple[Args, Kwargs]
+UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, one or several
+
+
+class UncastArguments(NamedTuple):
+    """The arguments that a function gets as they are, while its others are cast."""
+
+    given: tuple[int | str, ...]  # by the user, positions and names
+    positional: tuple[str, ...] = ()  # the arguments that the function takes by position, in order
+    named: tuple[str, ...] = ()  # all arguments of the function
+    has_state: bool = False  # whether the last one given is `state_argnum`
+
+    @classmethod
+    def of(
+        cls, func: Callable[..., PyTree], uncast: UncastLike, state_argnum: int | None = None
+    ) -> "UncastArguments":
+        """Checks the positions and the names, and reads the signature of the function."""
+        given: tuple[PyTree, ...] = (uncast,)
+        if isinstance(uncast, Iterable) and not isinstance(uncast, str | bytes):
+            given = tuple(uncast)
+        if any(isinstance(each, bool) or not isinstance(each, Integral | str) for each in given):
+            raise TypeError(
+                "Expected uncast to be the position or the name of an argument, or several of "
+                f"both, got {describe(uncast)}: write uncast=2, uncast='targets' or "
+                "uncast=(0, 'targets')."
+            )
+        given = given if state_argnum is None else (*given, state_argnum)
+        try:
+            parameters = inspect.signature(func).parameters.values() if given else ()
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            parameters = ()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        positional = tuple(p.name for p in named if p.kind != p.KEYWORD_ONLY)
+        names = tuple(p.name for p in named)
+        return cls(given, positional, names, has_state=state_argnum is not None)
+
+    def leaves(self, args: Args, kwargs: Kwargs) -> list[PyTree]:
+        """Returns the floating leaves of these arguments in a call, but for model state."""
+        own = self._replace(given=self.given[:-1]) if self.has_state else self
+        found = {**dict(enumerate(args)), **kwargs}
+        trees = [found[place] for place in own._places(len(args), kwargs) if place in found]
+        return [leaf for leaf in jax.tree.leaves(trees) if is_floating(leaf)]
+
+    def check(self, args: Args, kwargs: Kwargs) -> None:
+        """Refuses a call that has not all of these arguments."""
+        self._places(len(args), kwargs)
+
+    def exempt(self, change: Callable[[Given], Given], args: Args, kwargs: Kwargs) -> Given:
+        """Changes the arguments of a call except these."""
+        places = self._places(len(args), kwargs)
+        others = tuple(None if i in places else arg for i, arg in enumerate(args))
+        new_args, new_kwargs = change(
+            (others, {name: value for name, value in kwargs.items() if name not in places})
+        )
+        new_args = tuple(args[i] if i in places else arg for i, arg in enumerate(new_args))
+        return new_args, {**kwargs, **new_kwargs}
+
+    def _places(self, count: int, kwargs: Iterable[str]) -> set[int | str]:
+        """Returns where these arguments are in a call: positions, and names of all others."""
+        names = {*self.named, *kwargs}
+        places: dict[int | str, int | str] = {name: name for name in names}
+        places.update(enumerate(self.positional))
+        before = enumerate(self.positional[:count])
+        places |= {name: i for i, name in before if name not in kwargs}
+        places |= {i: i % count for i in range(-count, count)}
+        unknown = [each for each in self.given if each not in places]
+        if unknown:
+            raise ValueError(
+                f"Cannot leave argument {unknown[0]!r} uncast, as uncast says, in a call with "
+                f"{count} positional arguments: count from 0, or give one of {sorted(names)}."
+            )
+        return {places[each] for each in self.given}
+
+
+# `apply_policy`, and how each way of a policy map runs a function.
 
 
 @overload
@@ -150,7 +231,7 @@ class Application(NamedTuple):
     def of(
         cls, policy: MixedPrecisionLike | None, func: Function, uncast: UncastArguments, name: str
     ) -> "Application":
-        """Checks a policy when a function is made, and warns of rules that it will not follow."""
+        """Checks a policy when a function is made; warns of rules that have no effect."""
         if policy is None:
             raise TypeError(
                 f'{name} needs a policy: write policy="c=bf16", policy="c=f16", which needs a '
@@ -183,7 +264,7 @@ class Application(NamedTuple):
 
     @contextlib.contextmanager
     def creation(self) -> Iterator[None]:
-        """Has `init` create parameters in the same dtypes in each way."""
+        """Has `init` create parameters in the dtypes that `by=modules` gives them."""
         with contextlib.ExitStack() as stack:
             if self.policy_map.way != "modules":
                 value = Creation(self.policy_map.default, self.policy_map.way == "arguments")
@@ -198,16 +279,16 @@ class Application(NamedTuple):
             "modules": self._by_modules,
             "operations": self._by_operations,
         }
+        policy_map, way = self.policy_map, self.policy_map.way
         with contextlib.ExitStack() as stack:
             stack.enter_context(summed_in_float32())
-            # In a context around a gradient function, `full` of that means no casts of its own.
-            if self.policy_map.way != "modules" and self.name == _NAME:
+            # In a context around a gradient function, `full` there means no casts of its own.
+            if way != "modules" and self.name == _NAME:
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`
 
-                stack.enter_context(island(self.policy_map, (args, kwargs, pure.objects)))
-            policy_map, way = self.policy_map, self.policy_map.way
-            saving = None if way == "operations" else get_saving(policy_map.save)
-            if saving is None:  # operations are traced anyway
+                stack.enter_context(island(policy_map, (args, kwargs, pure.objects)))
+            saving = None if policy_map.save is None else get_saving(policy_map.save)
+            if saving is None or way == "operations":  # autocast saves by itself
                 return ways[way](policy_map, pure, state, args, kwargs)
             run = functools.partial(ways[way], dataclasses.replace(policy_map, save=None), pure)
             return run_saved(run, saving, self.func, (state, args, kwargs), {})
@@ -243,7 +324,7 @@ class Application(NamedTuple):
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
     ) -> Result:
         """Runs a function whose modules cast."""
-        # Here, as what casts arguments needs no framework.
+        # Imported here, because the other ways need no module of a framework.
         from jmpx._adapters.boundaries import leaving_uncast
         from jmpx._adapters.scopes import for_modules, pooled
 
@@ -283,7 +364,7 @@ class Application(NamedTuple):
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
     ) -> Result:
         """Runs a function under autocast."""
-        from jmpx._autocast.wrapped import evaluated  # here, as the other ways need no autocast
+        from jmpx._autocast.wrapped import evaluated  # here: other ways need no autocast
 
         self.uncast.check(args, kwargs)
         policy, saving = policy_map.default, get_saving(policy_map.save, is_cast_later=True)
@@ -296,7 +377,7 @@ class Application(NamedTuple):
                 f"nothing: {spell(narrow[0])} in the first argument stays as it is, so write "
                 f"by=arguments to compute with it in {dtype_name(compute)}."
             )
-        # State is statistics, and the parameters of NNX objects of which the function is a method.
+        # `state` has the parameters of NNX objects, too, and their statistics.
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         result, updates = run(pure, state, args, kwargs, is_loss=True)
         return _widened(policy, result) if policy_map.writes_output else result, updates
@@ -314,12 +395,10 @@ def _widened(policy: Policy, result: PyTree) -> PyTree:
 
 
 def _has_any_to_cast(tree: PyTree) -> bool:
-    """Whether a pytree has a floating array, or a key, as that of an `init` without others."""
+    """Whether a pytree has a floating array, or a PRNG key, from which an `init` makes some."""
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_array(leaf)}
-    floating, keys = jnp.floating, jax.dtypes.prng_key
-    return any(
-        d == jnp.uint32 or jnp.issubdtype(d, floating) or jnp.issubdtype(d, keys) for d in dtypes
-    )
+    kinds = jnp.floating, jax.dtypes.prng_key, jnp.uint32
+    return any(jnp.issubdtype(dtype, kind) for dtype in dtypes for kind in kinds)
 
 
 def _are_rounded(before: PyTree, after: PyTree) -> bool:
@@ -330,7 +409,7 @@ def _are_rounded(before: PyTree, after: PyTree) -> bool:
 
 
 def code_of(func: Function) -> object:
-    """Returns what functions that are made anew for each call have in common."""
+    """Returns the code of a function, or its class: equal for functions made anew in each call."""
     func = inspect.unwrap(func)
     while isinstance(func, functools.partial):
         func = inspect.unwrap(func.func)

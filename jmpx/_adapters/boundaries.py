@@ -1,4 +1,4 @@
-"""Casts at the calls of modules: of arguments, results and parameters, and by proxies."""
+"""Casts at the calls of modules: of arguments, results and parameters; proxy classes."""
 
 import contextlib
 import contextvars
@@ -39,14 +39,14 @@ class Uncast:
         self.came = self.is_unknown = False
 
     def passing(self, passes: Passes, args: Args, kwargs: Kwargs) -> Passes:
-        """Returns what passes in a call of an outermost module."""
+        """Returns the test for nodes that pass as they are in a call of an outermost module."""
 
         def passes_these(node: object) -> bool:
             return passes(node) or any(node is leaf for leaf in self.leaves)
 
         nodes = jax.tree.leaves((args, kwargs), is_leaf=passes_these)
         self.came |= any(node is leaf for node in nodes for leaf in self.leaves)
-        # The body of another trace gets tracers of its own.
+        # The tracers in the body of another trace are other objects than these leaves.
         self.is_unknown |= core.current_trace() != self.trace
         return passes_these
 
@@ -79,18 +79,17 @@ def run_cast(
 ) -> PyTree:
     """Runs a method with its floating arguments cast to the compute dtype.
 
-    At a boundary, the result is cast to the output dtype. Any other call is of a module that reads
-    parameters itself, whose products an argument in float32, such as noise, would widen.
+    At a boundary, the result is cast to the output dtype. Other calls are of modules that read
+    parameters themselves: an argument in float32, such as noise, would widen their products.
 
-    Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, and
-    anywhere if it `keeps`, casts only arguments that are wider than the compute dtype. If there are
-    any, each array of the result is at least as wide as the widest floating argument of its shape
-    was, or of all if none has it. Elsewhere the result is as the method returns it.
+    In loops and branches of JAX, where results have to keep the dtype of a carry, and anywhere if
+    it `keeps`, such a call casts only arguments that are wider than the compute dtype, and widens
+    results back: to the widest floating argument of the same shape, or else of all. Elsewhere the
+    result is as the method returns it.
 
-    In the outermost call, arguments that `leaving_uncast` keeps stay as they are.
-
-    The new `carry` of a step comes back in the dtypes of the old one. Nodes that `passes` selects
-    stay as they are. `by` is the function that has the call cast, as the user calls it.
+    The outermost call leaves the arguments of `leaving_uncast` as they are. The new `carry` of a
+    step gets the dtypes of the old one. Nodes that `passes` selects stay as they are. `by` is the
+    function that has the call cast, as the user calls it.
     """
     kept = _kept.get() if is_outermost() else None
     inputs = passes if kept is None else kept.passing(passes, args, kwargs)
@@ -129,13 +128,13 @@ def _cast_arguments(
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments of a call in the compute dtype.
 
-    One in which nothing is cast stays the same object, as a list to which a module appends must.
+    Without casts an argument stays the same object: a module may append to a list.
     """
     compute = np.dtype(policy.compute_dtype)
 
     def cast(argument: PyTree) -> PyTree:
         if isinstance(argument, jax.Array) and argument.dtype == compute:
-            return argument  # what most calls are given
+            return argument  # as in most calls
         new = cast_except(policy.cast_to_compute, argument, passes)
         return argument if are_same(argument, new, passes) else new
 
@@ -177,11 +176,11 @@ def at_least(dtype: np.dtype) -> Cast:
     return widen
 
 
-# Casts of the parameters that modules read: one in each trace, however often a module reads.
+# Casts of parameters: one in each trace, however often modules read a parameter.
 
 
-# By the identity of a parameter and the dtype: the parameter, kept so that no other one gets its
-# identity, and the cast.
+# Parameters and their casts, by identity and dtype. The parameter is kept so that no other object
+# gets its identity.
 _Casts = dict[tuple[int, np.dtype], tuple[PyTree, PyTree]]
 
 
@@ -200,7 +199,7 @@ class ParameterCasts:
         return jax.tree.map(lambda leaf: self._cast(policy, leaf), tree)
 
     def _cast(self, policy: Policy, leaf: PyTree) -> PyTree:
-        # JAX would find the casts of inner traces here, when it looks for leaks.
+        # JAX's search for leaks would find the casts of inner traces here.
         if not isinstance(leaf, jax.core.Tracer) or core.looks_for_leaks():
             return policy.cast_to_compute(leaf)
         casts, key = self._casts(), (id(leaf), jnp.dtype(policy.compute_dtype))
@@ -209,7 +208,7 @@ class ParameterCasts:
         return casts[key][1]
 
     def _casts(self) -> _Casts:
-        """Returns the casts of the current trace, and forgets those of traces that ended in it."""
+        """Returns the casts of the current trace; forgets those of inner traces, which ended."""
         current = core.current_trace()
         known = [i for i, (trace, _) in enumerate(self._traces) if trace == current]
         if known:
@@ -238,7 +237,7 @@ def public_methods(cls: type, base: type) -> Iterator[str]:
         if not is_public(name) or name in others:
             continue
         attribute = inspect.getattr_static(cls, name)
-        # A function binds to an instance, and so do objects such as `equinox.filter_jit` makes.
+        # Objects that `equinox.filter_jit` makes bind to an instance, too, as functions do.
         binds = callable(attribute) and hasattr(attribute, "__get__")
         is_method = binds and not isinstance(attribute, staticmethod | classmethod | type)
         if is_method or isinstance(attribute, functools.partialmethod):
@@ -258,7 +257,7 @@ def marking_proxy_class(
 ) -> type[T]:
     """Returns the proxy class whose public methods mark their calls, for `jmpx.autocast`.
 
-    A call is of several `modules`: this one, and containers around it.
+    A call counts for several `modules`: this one, and containers around it.
     """
 
     def marked(name: str) -> Method:
@@ -279,7 +278,7 @@ def marking_proxy_class(
 
 
 def plain_class(cls: type) -> type:
-    """Returns the class that the user wrote, for a proxy class that marks."""
+    """Returns the class that the user wrote, also for a proxy class that marks."""
     return getattr(cls, _PLAIN, cls)
 
 

@@ -38,7 +38,7 @@ def dtype_field(module: object) -> np.dtype | None:
 
 
 class Selected(NamedTuple):
-    """What a rule makes of the `dtype` fields in the layer that it selects."""
+    """How a rule changes the `dtype` fields in the layer that it selects."""
 
     written: np.dtype | None  # the field of that layer as the user wrote it, None if it has none
     dtype: np.dtype  # the compute dtype of the rule
@@ -49,13 +49,13 @@ class FieldInCall(NamedTuple):
 
     value: np.dtype | None  # None for a layer without the field
     is_ruled: bool  # whether a rule set it, which may have selected a layer around this one
-    selected: Selected | None  # what the layers inside follow; None if no rule is around them
+    selected: Selected | None  # for the layers inside; None if no rule is around them
 
 
 def field_in_call(module: object, ruled: DTypeLike | None, around: Selected | None) -> FieldInCall:
-    """Returns what the field of a layer is in a call, by a rule for it, and by one around it.
+    """Returns the field of a layer in a call, by a rule for the layer or for one around it.
 
-    `ruled` is the compute dtype of the rule for it, None without one.
+    `ruled` is the compute dtype of the rule for the layer, None without one.
     """
     field = dtype_field(module)
     if ruled is not None:
@@ -67,7 +67,7 @@ def field_in_call(module: object, ruled: DTypeLike | None, around: Selected | No
 
 
 def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
-    """Returns the policy under which a layer reads its own parameters, in which its field holds."""
+    """Returns the policy under which a layer reads its parameters: its field takes precedence."""
     if field is None or field == np.dtype(policy.compute_dtype):
         return policy
     return dataclasses.replace(policy, compute_dtype=field)
@@ -98,7 +98,7 @@ def field_set(module: object, dtype: np.dtype | None) -> Iterator[None]:
 class _Call(NamedTuple):
     """A running method of a module under autocast."""
 
-    by: Selects  # that of the autocast
+    by: Selects  # of the autocast around it
     module: Module
     field: FieldInCall
 
@@ -135,7 +135,7 @@ class FieldCensus:
 
     def __init__(self) -> None:
         self.sizes: dict[Module, dict[Hashable, int]] = {}  # of the parameters that each reads
-        self.fields: dict[Module, np.dtype] = {}  # those that no rule set
+        self.fields: dict[Module, np.dtype] = {}  # that no rule set
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jmpx._adapters.boundaries import (
 )
 from jmpx._adapters.scopes import (
     PolicyScope,
-    creation_in_force,
+    active_creation,
     for_modules,
     in_policy_scope,
     pooled,
@@ -57,13 +57,6 @@ _WITH_STATISTICS = (
 )
 
 
-@runtime_checkable
-class _Lift(Protocol):
-    """A module of `hk.lift` or `hk.layer_stack`, which takes and returns stored parameters."""
-
-    prefix_name: object
-
-
 @contextlib.contextmanager
 def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     """Runs Haiku modules under a policy map while the context lasts.
@@ -75,7 +68,7 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     stored ones to its compute dtype. A state keeps the dtype in which it is stored. docs/haiku.md
     has the rest.
 
-    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    Contexts may be nested, and may end in any order: the innermost one alone is active. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
 
     Args:
@@ -108,19 +101,19 @@ def applied(policy_map: PolicyMap) -> contextlib.AbstractContextManager["HaikuSc
 
 
 class _Call(NamedTuple):
-    """A running method that casts; the parameters of the module itself by a policy of their own."""
+    """A running method that casts."""
 
     module: hk.Module
     policy: Policy
-    own: Policy
+    own: Policy  # for the parameters of the module itself
 
 
 class HaikuScope(PolicyScope):
     """A `policies` context.
 
-    Inside of it, jmpx casts by the policies of classes, too, and Haiku's registry is without them
+    Inside of it, jmpx casts by the policies of classes, too, and takes them out of Haiku's registry
     until the end: Haiku would round a parameter before a rule reads it, and an input before a rule
-    of the map overrides the policy of its class.
+    overrides the policy of its class.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
@@ -155,7 +148,10 @@ class HaikuScope(PolicyScope):
         module = context.module
         self.take_over(type(module))
         is_part = any(call.module is module for call in self.calls)  # of a call that casts
-        if is_part or not is_public(context.method_name) or isinstance(module, _Lift):
+        is_lift = hasattr(
+            module, "prefix_name"
+        )  # of `hk.lift`: takes and returns stored parameters
+        if is_part or is_lift or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         self.record_module(type(module), module.module_name, policy, self.policy)
@@ -181,8 +177,8 @@ class HaikuScope(PolicyScope):
             with self.called(call):
                 return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True)
         if hk.running_init():
-            # No module has parameters yet. So they come as wide as the arguments, which are not
-            # cast: an operation that refuses two dtypes, such as a convolution, gets one.
+            # Whether it will have parameters is not known yet. The arguments are not cast, and
+            # parameters are read as wide as these: a convolution refuses two dtypes.
             with self.called(call._replace(own=_as_wide_as(policy, (args, kwargs)))):
                 return method(*args, **kwargs)
         if not _owns_parameters(module):
@@ -196,10 +192,9 @@ class HaikuScope(PolicyScope):
         own, policy = self.policies_of(cls, module.module_name, self.policy)
         if own is not None or not isinstance(module, _WITH_STATISTICS):
             return policy
-        stored = [
-            leaf.dtype for leaf in jax.tree.leaves(_stored_states(module)) if is_floating(leaf)
-        ]
-        dtype = computable(widest(stored or [_state_dtype(self.default)]))
+        states = filter(is_floating, jax.tree.leaves(_stored_states(module)))
+        stored = [state.dtype for state in states] or [_state_dtype(self.default)]
+        dtype = computable(widest(stored))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
     @contextlib.contextmanager
@@ -221,7 +216,7 @@ class HaikuScope(PolicyScope):
     def keep_state(self, value: PyTree, context: hk.SetterContext) -> PyTree:
         """Returns the new value of a state in the dtypes in which the state is stored.
 
-        A first value in a 16-bit dtype of the innermost policy is widened to that of new state.
+        A first value in a 16-bit dtype of the innermost policy gets the dtype of new state.
         """
         stored = _stored_states(context.module).get(context.full_name)
         if stored is not None:
@@ -264,7 +259,7 @@ def parameter_hooks(
     return hk.custom_creator(create), hk.custom_getter(get)
 
 
-_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the calls
+_params_dict = inspect.unwrap(hk.Module.params_dict)  # unwrapped: interceptors see no call
 _state_dict = inspect.unwrap(hk.Module.state_dict)
 
 
@@ -290,7 +285,7 @@ def _state_of_core(args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyT
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
-    """Returns a pytree in the dtypes of an old one, if they have one structure."""
+    """Returns a pytree in the dtypes of an old one if their structures are equal."""
     is_same = jax.tree.structure(new) == jax.tree.structure(old)
     return jax.tree.map(cast_like, new, old) if is_same else new
 
@@ -303,7 +298,7 @@ def _stored_states(module: hk.Module | None) -> Mapping[str, PyTree]:
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
-    """Returns the dtype of new state: that of new parameters, but at least float32."""
+    """Returns the dtype of new state: the param dtype, but at least float32."""
     return widest([np.dtype(np.float32), np.dtype(policy.param_dtype)])
 
 
@@ -314,9 +309,9 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     if scopes:
         return scopes[-1].intercept(method, args, kwargs, context)
     policy = store.get_policy(cls)
-    if policy is None or fact(AUTOCAST) is not None:  # to autocast, the call's mark tells of it
+    if policy is None or fact(AUTOCAST) is not None:  # the call's mark tells autocast of it
         return method(*args, **kwargs)
-    # Haiku itself casts by it, and knows nothing of `matmul`.
+    # Haiku casts by it, but does not know `matmul`.
     with running(policy, "hk.mixed_precision"):
         return method(*args, **kwargs)
 
@@ -327,7 +322,7 @@ def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) ->
     return scopes[-1].keep_state(value, context) if scopes else value
 
 
-# Haiku makes setters only inside of a transformed function, but they work after it.
+# Haiku makes setters only inside of a transformed function, but they work outside of it, too.
 _state_hook = hk.transform(lambda: hk.custom_setter(_set_state))
 
 
@@ -338,11 +333,11 @@ def interception() -> Iterator[None]:
         yield
 
 
-# What jmpx offers for Haiku besides `policies`: its registry of class policies, marks, `init`.
+# The adapter: Haiku's registry of class policies, marks for autocast, and the dtypes of `init`.
 
 
 class _ClassPolicies:
-    """Haiku's own registry of class policies, and what scopes have taken out of it."""
+    """Haiku's own registry of class policies, and the policies that scopes took out of it."""
 
     def get(self, cls: type) -> Policy | None:
         taken = (scope.class_policies.get(cls) for scope in opened(HaikuScope))
@@ -372,15 +367,15 @@ class _ClassPolicies:
     interception = staticmethod(interception)  # the hook of `policies`, so that they share it
 
 
-def _in_force() -> Creation | None:
-    """Returns the `Creation` in force; None where a module has a policy."""
+def _active_creation() -> Creation | None:
+    """Returns the active `Creation`; None where a module has a policy."""
     has_policy = store.current_policy() is not None
-    return None if has_policy else creation_in_force(HaikuScope)
+    return None if has_policy else active_creation(HaikuScope)
 
 
 def _read_created(value: jax.Array, context: hk.GetterContext) -> jax.Array:
-    """Returns a parameter that is created in the dtype in which it is read later."""
-    creation = _in_force() if hk.running_init() else None
+    """Returns a new parameter in the dtype in which it will be read."""
+    creation = _active_creation() if hk.running_init() else None
     if creation is None or not is_floating(value):
         return value
     compute = creation.policy.compute_dtype
@@ -388,24 +383,24 @@ def _read_created(value: jax.Array, context: hk.GetterContext) -> jax.Array:
 
 
 def _param_dtype() -> DTypeLike | None:
-    creation = _in_force()
+    creation = _active_creation()
     return None if creation is None else creation.policy.param_dtype
 
 
-# As for state: Haiku makes getters and creators only inside of a transformed function.
+# As `_state_hook`: Haiku makes getters and creators only inside of a transformed function.
 _creation_hooks = hk.transform(lambda: parameter_hooks(_param_dtype, _read_created))
 
 
 @contextlib.contextmanager
 def _creation() -> Iterator[None]:
-    """Creates the parameters of this thread."""
+    """Has parameters in this thread created by the active `Creation`."""
     creator, getter = _creation_hooks.apply({}, None)
     with creator, getter:
         yield
 
 
 def _note(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
-    """Notes the calls that Haiku itself runs under the policy of their class."""
+    """Notes each call that Haiku itself casts by the policy of its class."""
     policy = store.get_policy(type(context.module))
     if policy is not None:
         note_cast("hk.mixed_precision", policy.compute_dtype)

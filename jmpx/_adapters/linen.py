@@ -1,4 +1,4 @@
-"""Flax's Linen: the policy of each module, under a context around `init` and `apply`."""
+"""Flax's Linen: a context around `init` and `apply` in which each module has its policy."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ from jmpx._adapters.dtype_fields import (
 )
 from jmpx._adapters.scopes import (
     PolicyScope,
-    creation_in_force,
+    active_creation,
     for_modules,
     in_policy_scope,
     inherited_policy,
@@ -109,7 +109,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
     `init` creates parameters in its param dtype. Other collections, such as `batch_stats`, are left
     alone. docs/flax_linen.md has the rest.
 
-    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    Contexts may be nested, and may end in any order: the innermost one alone is active. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
 
     Args:
@@ -158,7 +158,7 @@ class _Call(NamedTuple):
     field: FieldInCall
     is_cast: bool = False  # whether a public method is running, whose inputs are cast already
     lifted: tuple[str, ...] = ()  # the lifted transforms in whose body the method runs
-    keeps: bool = False  # whether calls inside return at least what came in, for a wide state
+    keeps: bool = False  # whether calls inside widen their results back; see `run_cast`
 
     @property
     def policy(self) -> Policy | None:
@@ -200,7 +200,7 @@ class LinenScope(PolicyScope):
         self, module: nn.Module, method_name: str, method: Method, args: Args, kwargs: Kwargs
     ) -> PyTree:
         """Runs a method, at a boundary if it is public and its call has a policy."""
-        # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
+        # Interceptors do not see methods of `nn.Module` itself: this attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
         casts = not call.is_cast and is_public_method(type(module), method_name)
@@ -211,7 +211,7 @@ class LinenScope(PolicyScope):
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
         lifted, dtype = lifted_by(module), call.field.value
         if isinstance(module, nn.OptimizedLSTMCell) and call.reading is not None:
-            dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
+            dtype = np.dtype(call.reading.compute_dtype)  # it multiplies weights of inner modules
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
         try:
             with field_set(module, dtype):
@@ -271,7 +271,7 @@ class LinenScope(PolicyScope):
     def param(
         self, module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
+        """Replaces `module.param`: creates in the param dtype, reads in the compute dtype."""
         policy = self.calls[-1].reading if self.calls else None
         if policy is None:
             return type(module).param(module, name, init, *args, **kwargs)
@@ -290,7 +290,7 @@ def _intercept(
     """Intercepts each method call while a context of this thread is open."""
     module, scopes = context.module, opened(LinenScope)
     if module.scope is None or not scopes:
-        return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
+        return method(*args, **kwargs)  # without parameters, or after a context that ended early
     for scope in scopes:
         scope.has_run = True
     refuse_other_tasks(f"run the Linen module {type(module).__name__}")
@@ -305,9 +305,9 @@ def _run_reading(
 ) -> PyTree:
     """Runs a call that is not a boundary, of a module that reads parameters or statistics itself.
 
-    Statistics are in float32, and would make the results of the module so. While a module creates
-    its parameters it is not yet known that it reads any, so its result is cast in place of its
-    inputs: what is made of it, such as a cache, gets the dtype that it has in later calls.
+    Statistics are in float32, and would widen the results. In `init`, a module is not yet known to
+    read parameters, so its result is cast in place of its inputs: a cache that is made of it gets
+    the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
     run_reading = functools.partial(run_cast, policy, by=_NAME, is_boundary=False, keeps=keeps)
@@ -331,13 +331,13 @@ def _run_reading(
     return run_reading(created, tuple(inputs), {})
 
 
-# What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`.
+# The adapter: marks for autocast, and the dtypes of `init`.
 
 
 def _create(
     method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
 ) -> PyTree:
-    """Intercepts each method call, so that new parameters are in the dtype of a `Creation`."""
+    """Intercepts each method call, so that new parameters get the dtypes of a `Creation`."""
     module = context.module
     if module.scope is not None and module.is_initializing() and not opened(LinenScope):
         object.__setattr__(module, "param", functools.partial(_param, module))
@@ -345,8 +345,8 @@ def _create(
 
 
 def _param(module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Stands in for `module.param` while parameters are created."""
-    creation = creation_in_force(LinenScope)
+    """Replaces `module.param` in `init`."""
+    creation = active_creation(LinenScope)
     if creation is None:
         return type(module).param(module, name, init, *args, **kwargs)
     asked: PyTree = None

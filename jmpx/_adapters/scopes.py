@@ -1,4 +1,4 @@
-"""One use of a policy map: which policy each module has, and which rules have matched nothing."""
+"""The state of an active policy map: the policy of each module, and rules that matched nothing."""
 
 import contextlib
 import dataclasses
@@ -9,14 +9,7 @@ import jax
 import numpy as np
 
 from jmpx._adapters.dtype_fields import FieldCensus
-from jmpx._base.contexts import (
-    Context,
-    Hook,
-    entered,
-    is_held,
-    opened,
-    refuse_other_tasks,
-)
+from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
@@ -37,9 +30,9 @@ class ModuleRecord(NamedTuple):
     surrounding: Policy | None  # None for the outermost call
 
 
-@dataclasses.dataclass(eq=False)  # an open pool is told from another one of an equal map
+@dataclasses.dataclass(eq=False)  # two open pools of equal maps differ
 class Pool:
-    """What the scopes of one policy map have met that began in one context of `pooled`."""
+    """Modules met by the scopes of one policy map that began in one context of `pooled`."""
 
     name: str  # the function that applies the map, as the user calls it
     policy_map: PolicyMap | None
@@ -53,7 +46,7 @@ class Pool:
         return next(pools, cls(name, policy_map))
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of rules and fields, but not in a context of `pooled`, which warns at its end."""
+        """Warns of rules and fields, unless a context of `pooled` is open and will warn later."""
         if self.policy_map is not None and not is_held(self):
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
             self.census.warn(self.policy_map, self.name, stacklevel + 1)
@@ -98,7 +91,7 @@ class PolicyScope:
         boundary = own
         if own is None and surrounding is None and self.policy_map is not None:
             boundary = self.policy_map.default
-        if boundary is not None and is_held(self):  # no view, which is made for where it is used
+        if boundary is not None and is_held(self):  # the scope of a view is not held
             *_, innermost = opened((_Island, PolicyScope))
             if isinstance(innermost, _Island):
                 innermost.check(cls, boundary.compute_dtype, self.policy_map)
@@ -116,14 +109,14 @@ class PolicyScope:
         if policy is None or matmul is None or matmul_of(policy) is not None:
             return policy
         if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]
-            # One of JMP, which Haiku's registry may hold.
+            # A policy of JMP, which Haiku's registry may hold.
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
     def _refuse_convolution(
         self, cls: type, path: str, rule: Rule | None, surrounding: Policy | None
     ) -> None:
-        """Refuses a convolution that a rule with `product` selects, itself or by what holds it."""
+        """Refuses a convolution that a rule with `product` selects, itself or around it."""
         rules = () if self.policy_map is None else self.policy_map.rules
         if rule is None and matmul_of(surrounding) in SUMMED_IN_FLOAT32.values():
             rule = next((each for each in rules if each.product is not None), None)
@@ -152,7 +145,7 @@ def in_policy_scope(
         scope.tell_listeners()
     else:
         scope = kind(name, policy_map)
-    # JAX's caches tell policy maps apart, and not scopes of an equal one.
+    # A key of JAX's caches: equal policy maps share traces, whichever scope it is.
     with entered(Context(name, scope, (scope.policy_map,), hook, scope.give_back)):
         yield scope
 
@@ -216,11 +209,11 @@ def listening() -> Iterator[list[PolicyScope]]:
         yield listener
 
 
-def creation_in_force(scopes: type[PolicyScope]) -> Creation | None:
-    """Returns the innermost `Creation`; None without one, or inside of a scope of a kind."""
+def active_creation(scopes: type[PolicyScope]) -> Creation | None:
+    """Returns the innermost `Creation`; None without one, or while scopes of a kind are open."""
     return None if opened(scopes) else next(reversed(opened(Creation)), None)
 
 
 def inherited_policy(surrounding: Policy) -> Policy:
-    """Returns the policy of a boundary whose result comes in the dtype of its surroundings."""
+    """Returns the policy of a boundary whose result has the surrounding compute dtype."""
     return surrounding.with_output_dtype(surrounding.compute_dtype)

@@ -1,9 +1,8 @@
 """Autocast: mixed precision per operation, of any function, without a cast in it.
 
 Open `README.md` beside this file first: it lists the files, follows one operation through them, and
-says how to add a rule. The table in `kinds.py` is the design. This room imports `_policies`,
-`_remat`, `_jaxprs` and `_base`; rules reach the interpreter through the `Operation` that they are
-given.
+says how to add a rule. The table in `kinds.py` is the design. This package imports `_policies`,
+`_remat`, `_jaxprs` and `_base`. Rules reach the interpreter through their `Operation`.
 """
 
 # These fill the registry of rules.

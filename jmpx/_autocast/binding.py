@@ -1,4 +1,4 @@
-"""Runs one operation on cast operands; which dtypes its readers want."""
+"""Runs one operation on cast operands; finds the dtypes in which a jaxpr reads its variables."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from jmpx._jaxprs.equations import EXCHANGES, RESHAPES
 from jmpx._jaxprs.inner import CALLS, PRODUCTS, all_equations, is_outer
 from jmpx._jaxprs.marks import Params
 
-# What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
+# Results of these on constants are constants, too, as in `1 - EPSILON`.
 _FOLDED = {
     "add": np.add,
     "sub": np.subtract,
@@ -27,18 +27,18 @@ _FOLDED = {
     "neg": np.negative,
 }
 # Results of these hold each number of their operand once, if the sizes are equal. Other identities
-# and placements say something of an array, which its casts need not share.
+# and placements state a fact about one array, which need not be true of its casts.
 SHAPES = RESHAPES | {"copy"}
-# XLA fuses the cast of a table with the gather of its rows; that for TPUs writes the table in 16
-# bits, which takes 6 bytes a number. Rows in 16 bits are read and written in 4 bytes a number, and
-# float32 ones in 6, so the cast is worth it where a row is gathered this many times.
+# XLA fuses the cast of a table with the gather of its rows, except on TPUs, where it writes the
+# table in 16 bits, at 6 bytes a number. Reading and writing a row costs 4 bytes a number in 16
+# bits, and 6 in float32, so the cast pays where a row is gathered this many times.
 _ROWS_A_TABLE = 3
 
 
 def bind(
     operation: Operation, arrays: Sequence[Array], is_weak: bool, **params: object
 ) -> list[Value]:
-    """Runs an operation on operands in the dtypes in which it runs, with changed parameters.
+    """Runs an operation on operands that are cast already, with changed parameters.
 
     No result gets wider than it was traced.
     """
@@ -123,8 +123,8 @@ def run_recomputed(operation: Operation, dtype: np.dtype) -> list[Value]:
 def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
     """Runs an operation that picks or moves numbers of a float32 array, in `dtype`.
 
-    The result is float32, rounded to `dtype`, and so is what the backward pass moves, not rounded:
-    there, cotangents are summed, those of equal indices, of devices or of the turns of a loop.
+    The result holds float32 numbers that are rounded to `dtype`. The backward pass moves float32,
+    not rounded, because it sums cotangents: of equal indices, of devices or of turns of a loop.
     """
     equation = operation.equation
     is_gather = operation.name == "gather"
@@ -175,7 +175,7 @@ def has_fill(equation: Equation, dtype: np.dtype) -> bool:
 
 
 def fill_value(equation: Equation, dtype: np.dtype) -> Params:
-    """Returns the parameter of a gather that is the number for indices out of bounds, if any."""
+    """Returns the parameter of a gather with the number for indices out of bounds, if any."""
     fill = equation.params.get("fill_value")
     if fill is None or not is_float32(equation.invars[0]):
         return {}
@@ -185,35 +185,36 @@ def fill_value(equation: Equation, dtype: np.dtype) -> Params:
 # In which dtypes a jaxpr will read its variables under autocast, before it is evaluated.
 
 
-_WIDE: Dtypes = frozenset({FLOAT32})  # stands for any dtype but those of 16 bits
+_WIDE: Dtypes = frozenset({FLOAT32})  # any dtype other than those of 16 bits
 _NOTHING: Dtypes = frozenset()
 
-_MOVES = EXCHANGES | {"gather"}  # what is rounded before them need not be sent as float32
+_MOVES = EXCHANGES | {"gather"}  # a number that is rounded before these moves in 16 bits
 _PARTS = _MOVES | {"slice", "dynamic_slice"}
 
 
-class _Place(NamedTuple):
-    """Where a jaxpr is read, and how far a number is followed.
+class _Search(NamedTuple):
+    """A search for the readers of variables: where it is, and how far it follows a number.
 
-    Whoever casts an operand rounds its cotangents, too, so that they must be in 16 bits: products
-    alone tell. If numbers alone are rounded, `_PARTS` and the turns of a loop lead on.
+    A cast of an operand also rounds its cotangents, so only products, whose cotangents have 16
+    bits, may cause one. A search for numbers, which leaves cotangents alone, follows `_PARTS` and
+    loops.
     """
 
     scope: str
     regions: Regions
-    follows: bool = True
+    follows: bool = True  # whether through `_PARTS`, casts and the turns of a loop
 
 
 def product_dtypes(jaxpr: Jaxpr, scope: str, regions: Regions) -> list[np.dtype | None]:
     """Returns for each operand the 16-bit dtype in which products read it, if nothing else does."""
-    found = _reads(jaxpr, _Place(scope, regions, follows=False))
+    found = _reads(jaxpr, _Search(scope, regions, follows=False))
     return [_only_dtype(found.get(var, _NOTHING)) for var in jaxpr.invars]
 
 
 def narrow_dtype(operation: Operation) -> np.dtype | None:
     """Returns the 16-bit dtype in which a float32 result is read, if it is read in no other.
 
-    Of a tangent there is none: cotangents, which its transpose sums, would be rounded.
+    None for a tangent, whose transpose sums cotangents: these would be rounded.
     """
     is_wide = operation.promoted == FLOAT32 and is_float32(operation.result)
     is_known = operation.read and is_wide and not operation.is_tangent
@@ -227,42 +228,42 @@ def _only_dtype(dtypes: Dtypes) -> np.dtype | None:
 def number_dtypes(
     jaxpr: Jaxpr, scope: str, regions: Regions, results: Sequence[Dtypes]
 ) -> Mapping[Atom, Dtypes]:
-    """Returns the dtypes that numbers are rounded to before anything computes with them.
+    """Returns the dtypes to which numbers are rounded before anything computes with them.
 
-    `results` are those of its first results. Where nothing moves, nothing is searched.
+    `results` are those of the first results. A jaxpr that moves nothing is not searched.
     """
     if not any(operation_name(e.primitive.name) in _MOVES for e in all_equations(jaxpr)):
         return {}
-    return _reads(jaxpr, _Place(scope, regions), results)
+    return _reads(jaxpr, _Search(scope, regions), results)
 
 
 def result_dtypes(
     equation: Equation, found: Mapping[Atom, Dtypes], scope: str, regions: Regions
 ) -> Sequence[Dtypes]:
-    """Returns what `number_dtypes` found of results: of an equation, and of the jaxpr in it."""
+    """Returns the dtypes in `found` of the results of an equation, and of the jaxpr in it."""
     name = operation_name(equation.primitive.name)
     if not found or name == "while":
         return ()
     results = [found.get(var, _NOTHING) for var in equation.outvars]
-    return _turns(equation, results, _Place(scope, regions)) if name == "scan" else results
+    return _turns(equation, results, _Search(scope, regions)) if name == "scan" else results
 
 
-def _turns(equation: Equation, results: list[Dtypes], place: _Place) -> list[Dtypes]:
+def _turns(equation: Equation, results: list[Dtypes], search: _Search) -> list[Dtypes]:
     """Returns the dtypes in which a scan's results are read, in its next turn or outside of it."""
     jaxpr, (num_consts, num_carry) = equation.params["jaxpr"], core.scan_counts(equation)
-    override = place.regions.override("scan", place.regions.region(place.scope))
-    if override is not None and override == jnp.bfloat16:  # the loop casts what it carries
+    override = search.regions.override("scan", search.regions.region(search.scope))
+    if override is not None and override == jnp.bfloat16:  # the loop casts its carry
         return [*[frozenset({override})] * num_carry, *results[num_carry:]]
     before = None
     while results != before:
-        before, found = results, _reads(jaxpr, place, results)
+        before, found = results, _reads(jaxpr, search, results)
         read = [found.get(var, _NOTHING) for var in jaxpr.invars[num_consts:]]
         carry = [a | b for a, b in zip(results[:num_carry], read, strict=False)]
         results = [*carry, *results[num_carry:]]
     return results
 
 
-def _reads(jaxpr: Jaxpr, place: _Place, results: Sequence[Dtypes] = ()) -> dict[Atom, Dtypes]:
+def _reads(jaxpr: Jaxpr, search: _Search, results: Sequence[Dtypes] = ()) -> dict[Atom, Dtypes]:
     """Returns the dtypes in which each variable is read; a reshape is read as its result."""
     found: dict[Atom, Dtypes] = {}
 
@@ -276,32 +277,32 @@ def _reads(jaxpr: Jaxpr, place: _Place, results: Sequence[Dtypes] = ()) -> dict[
     for equation in reversed(jaxpr.eqns):
         name = operation_name(equation.primitive.name)
         is_shape = name in SHAPES and len(equation.invars) == 1
-        if is_shape or (place.follows and name in _PARTS):
+        if is_shape or (search.follows and name in _PARTS):
             note(equation.invars, [found.get(equation.outvars[0], _NOTHING)])
         else:
-            inner = place._replace(scope=core.scope_within(place.scope, equation))
+            inner = search._replace(scope=core.scope_within(search.scope, equation))
             note(equation.invars, _reads_of(equation, name, inner, found))
     return found
 
 
 def _reads_of(
-    equation: Equation, name: str, place: _Place, found: Mapping[Atom, Dtypes]
+    equation: Equation, name: str, search: _Search, found: Mapping[Atom, Dtypes]
 ) -> Sequence[Dtypes]:
     """Returns the dtypes in which the first operands are read; the others are in float32."""
     if name in CALLS or name == "scan":
         (jaxpr,) = core.inner_jaxprs(equation.params)
-        results = result_dtypes(equation, found, *place[:2]) if place.follows else ()
-        inner = _reads(jaxpr, place, results)
+        results = result_dtypes(equation, found, *search[:2]) if search.follows else ()
+        inner = _reads(jaxpr, search, results)
         reads = [inner.get(var, _NOTHING) for var in jaxpr.invars]
-        if name == "scan":  # its constants, and what it carries, it reads in float32
+        if name == "scan":  # it reads its constants and, unless followed, its carry in float32
             num_consts, num_carry = core.scan_counts(equation)
             carry = results[:num_carry] or [_WIDE] * num_carry
             reads[: num_consts + num_carry] = [*[_WIDE] * num_consts, *carry]
         return reads
     dtype = FLOAT32
     if name in PRODUCTS and not is_outer(equation):
-        dtype = _product_dtype(equation, name, place.scope, place.regions)
-    elif place.follows and name == "convert_element_type":
+        dtype = _product_dtype(equation, name, search.scope, search.regions)
+    elif search.follows and name == "convert_element_type":
         dtype = equation.params["new_dtype"]
     return [frozenset({dtype}) if dtype in LOW else _WIDE] * len(equation.invars)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx._autocast.binding import bind_arrays, product_dtypes, run_as_traced
-from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
+from jmpx._autocast.rules import Operation, Retracing, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -28,7 +28,7 @@ def function_call(operation: Operation) -> list[Value]:
     key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     jaxpr, scope = params[key], operation.scope
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
-        # The equations run one by one, so that JAX finds the one that makes a NaN.
+        # Run one by one, so that JAX finds the equation that makes a NaN.
         return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
     if operation.equation.primitive.name == CHECKPOINT:
         jaxpr, scope = operation.interpreter.alike(jaxpr, scope)
@@ -39,8 +39,8 @@ def function_call(operation: Operation) -> list[Value]:
         if inner.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
             return run_as_traced(operation, is_weak=True)
         inner = inner.jaxpr
-    # The function gets what is pending in both dtypes, and casts nothing again: a checkpoint saves
-    # in float32 only what something in it reads in float32.
+    # The function gets pending values in both dtypes, and casts none again: a checkpoint saves in
+    # float32 only what something in it reads in float32.
     pending = [i for i, value in enumerate(values) if value.pending]
     of_operands = {key: params[key] for key in _OF_OPERANDS if pending and key in params}
     more = {key: (*each, *(each[i] for i in pending)) for key, each in of_operands.items()}
@@ -70,8 +70,8 @@ def _carry(operation: Operation, start: int, end: int | None = None) -> list[Val
 def _slices(operation: Operation, start: int) -> list[Value]:
     """Returns the operands from `start` on, of which each turn of a scan reads a slice.
 
-    What only products read, as they read weights, is cast as a whole: so the backward pass
-    collects the cotangents of the slices in 16 bits, which they are in, and casts them once.
+    An operand that only products read, such as stacked weights, is cast as a whole: the backward
+    pass collects the 16-bit cotangents of its slices and casts them once.
     """
     jaxpr, atoms = operation.equation.params["jaxpr"], operation.equation.invars
     dtypes = product_dtypes(jaxpr, operation.scope, operation.interpreter.regions)
@@ -86,7 +86,7 @@ def _slices(operation: Operation, start: int) -> list[Value]:
 
 @register("scan", everywhere=True)
 def scan(operation: Operation) -> list[Value]:
-    """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
+    """Retraces the body of a scan, which returns its carry in the dtypes that it got."""
     equation, values = operation.equation, operation.values
     num_consts, num_carry = core.scan_counts(equation)
     end = num_consts + num_carry
@@ -94,34 +94,31 @@ def scan(operation: Operation) -> list[Value]:
     operands = [*values[:num_consts], *carry, *_slices(operation, end)]
     dtypes = [value.dtype for value in carry]
     is_single = equation.params["length"] == 1
-    jaxpr, rounds = equation.params["jaxpr"], not is_single  # what is stacked is kept
+    jaxpr, rounds = equation.params["jaxpr"], not is_single  # stacked results stay in memory
     retraced = operation.retrace(jaxpr, operands, dtypes, num_consts, rounds=rounds)
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
             operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
     scanned = operation._replace(values=operands)
-    traits = [*map(_of_carry, retraced.results[:num_carry])]
-    for each in retraced.results[num_carry:]:  # what is one number in each turn may be many in all
+    carried = retraced.results[:num_carry]
+    traits = [Traits(each.dtype, is_weak=False, tangent=each.tangent) for each in carried]
+    for each in retraced.results[num_carry:]:  # one number in each turn may be many in all
         stacked = each._replace(uniform=False, number=None, statistic=0)
         traits.append(each if is_single else stacked)
     return _rebind(scanned, traits, jaxpr=retraced.jaxpr)
 
 
-def _of_carry(traits: Traits) -> Traits:
-    return Traits(traits.dtype, is_weak=False, tangent=traits.tangent)
-
-
 @register("while", everywhere=True)
 def while_loop(operation: Operation) -> list[Value]:
-    """Retraces a while loop, whose body returns its carry in the dtypes in which it came."""
+    """Retraces a while loop, whose body returns its carry in the dtypes that it got."""
     params = operation.equation.params
     in_cond, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     consts, carry = operation.values[:start], _carry(operation, start)
     dtypes = [value.dtype for value in carry]
     operands = [*consts[:in_cond], *carry]
-    place = InnerPlace(operation.scope)
-    cond = operation.interpreter.retrace(params["cond_jaxpr"], operands, place)
+    how = Retracing(operation.scope)
+    cond = operation.interpreter.retrace(params["cond_jaxpr"], operands, how)
     body = operation.retrace(params["body_jaxpr"], [*consts[in_cond:], *carry], dtypes)
     results = [Traits(dtype, is_weak=False) for dtype in dtypes]
     looped = operation._replace(values=[*consts, *carry])
@@ -149,7 +146,7 @@ def shard_map(operation: Operation) -> list[Value]:
         inputs = list(map(Value.of, arrays, [value.traits for value in values]))
         interpreter = operation.interpreter
         outputs = interpreter.evaluate(params["jaxpr"], inputs, operation.scope, ends)
-        # Uniform on each device is not uniform: the number may differ from device to device.
+        # A result that is uniform on each device may differ from device to device.
         results[:] = [output.traits._replace(uniform=False) for output in outputs]
         return [output.array for output in outputs]
 
@@ -166,7 +163,7 @@ def shard_map(operation: Operation) -> list[Value]:
 
 @register("custom_jvp_call", everywhere=True)
 def custom_jvp(operation: Operation) -> list[Value]:
-    """Retraces a function that has its own derivative rule; evaluates the rule as traced."""
+    """Retraces a function that has its own derivative rule, and evaluates the traced rule."""
     equation, values = operation.equation, operation.values
     retraced = operation.retrace(equation.params["call_jaxpr"], values)
     # JAX calls the derivative rule later: it must not keep the values alive.
@@ -190,7 +187,7 @@ def custom_jvp(operation: Operation) -> list[Value]:
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
-        if symbolic_zeros:  # a tangent to which none of those given contributes is zero
+        if symbolic_zeros:  # a tangent is zero if no given one contributes to it
             found = core.reached(rule, rule.jaxpr.invars[len(traits) :])
             pairs = zip(new, rule.jaxpr.outvars[len(results) :], strict=True)
             new = {i: new[i] for i, atom in pairs if not core.is_literal(atom) and atom in found}

@@ -1,4 +1,4 @@
-"""Goes through a jaxpr and runs each equation in the dtype of its rule."""
+"""Evaluates a jaxpr, each equation by its rule; rounds the float32 results of a norm."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from jmpx._autocast.binding import number_dtypes, result_dtypes, run_as_traced, 
 from jmpx._autocast.kinds import full, keep, low, saturating
 from jmpx._autocast.layers import OnValues, find_layers, key_of, repeated, said_of, shared, token
 from jmpx._autocast.neighbours import NOTHING, SUMS, Ends, Neighbours, find_neighbours, has_norms
-from jmpx._autocast.rules import InnerPlace, Operation, Retraced, is_float32, lookup
+from jmpx._autocast.rules import Operation, Retraced, Retracing, is_float32, lookup
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Array, Regions, Traits, Value
 from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
@@ -24,10 +24,13 @@ from jmpx._jaxprs.marks import FULL_PRECISION, is_marking, policy_mark, split_po
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.registry import any_class_has_a_policy
 
+# Where a norm ends: statistics, and results that are pending until an equation reads them.
+
+
 _SCALING = frozenset("sub mul div".split())
 _AFFINE = frozenset("add sub mul div neg add_any".split())
-# Results of statistics that are statistics. Logarithms are not among them: a softmax subtracts one
-# that is not to be rounded.
+# Results of these on statistics are statistics. Logarithms are left out: a softmax subtracts one,
+# which must not be rounded.
 _OF_STATISTICS = frozenset(
     """
     add sub mul div neg add_any max min clamp abs sqrt rsqrt square integer_pow pow select_n
@@ -36,16 +39,16 @@ _OF_STATISTICS = frozenset(
 )
 _OF_STATISTICS |= RESHAPES | PICKS | JOINS | IDENTITIES | PLACEMENTS
 _KNOWN = _AFFINE | SUMS | _OF_STATISTICS
-# These hold each number of an array in its order, if they hold all.
+# Results of these have the numbers of their operand in its order; all of them, if sizes are equal.
 _SHAPES = (RESHAPES | PICKS) - {"transpose", "rev"}
-# These run in float32 on a pending operand: roots, and what chooses the largest numbers.
+# These read a pending operand in float32: products, roots and choices of the largest numbers.
 _WIDE = frozenset(
     "dot_general get swap sqrt cbrt reduce_max reduce_min top_k approx_top_k sort".split()
 )
 
 
 def read_pending(operation: Operation) -> Operation:
-    """Returns an operation that reads pending operands as it should: in float32 or rounded."""
+    """Returns an operation whose pending operands are rounded, unless it reads them in float32."""
     operation = _with_running_statistics(operation)
     if not any(value.pending for value in operation.values):
         return operation
@@ -94,8 +97,8 @@ def _keeps_all(operation: Operation) -> bool:
 def _affine_dtype(operation: Operation) -> np.dtype | None:
     """Returns the dtype in which the result of a step of a norm is pending, None for another.
 
-    One operand is the array that is normalized, in 16 bits or pending itself. The others are
-    weak, or statistics.
+    One operand is the array that is normalized, in 16 bits or pending. The others are weak, or
+    statistics.
     """
     name, values, neighbours = operation.name, operation.values, operation.neighbours
     if name not in _AFFINE or not all(map(is_float32, operation.equation.invars)):
@@ -130,7 +133,7 @@ def _reads_float32(operation: Operation, i: int) -> bool:
         value.dtype == FLOAT32 and not value.is_weak and not value.pending
         for value in operation.float32_values
     )
-    if is_wide or operation.result in neighbours.choices:  # rounded if the maximum was
+    if is_wide or operation.result in neighbours.choices:  # a choice rounds as the maximum did
         return is_wide
     return (
         not any(var in (neighbours.multiplied or ()) for var in equation.outvars)
@@ -152,14 +155,14 @@ def _begins_in_float32(equation: Equation) -> bool:
 
 
 def _with_running_statistics(operation: Operation) -> Operation:
-    """Returns a step of a norm whose weak statistics are not weak: those of a batch are not.
+    """Returns a step of a norm in which running statistics are not weak, as those of a batch.
 
-    Running means are inputs, which are weak: they would be rounded to the dtype of the array.
+    They are inputs, which are weak, and would be rounded to the dtype of the array.
     """
     normalized, equation = operation.neighbours.normalized, operation.equation
     if not normalized or operation.name not in _SCALING or not _is_default(operation):
         return operation
-    # Of `(x - mean) * root`, and of `x * scale * root`.
+    # The mean in `(x - mean) * root`, and the scale and the root in `x * scale * root`.
     atoms = equation.outvars if operation.name == "sub" else (*equation.invars, *equation.outvars)
     if not any(not core.is_literal(atom) and atom in normalized for atom in atoms):
         return operation
@@ -175,7 +178,7 @@ def _with_running_statistics(operation: Operation) -> Operation:
     )
 
 
-# Evaluates a jaxpr, one equation after the other, each by the rule of its primitive.
+# The evaluation of a jaxpr, one equation after the other.
 
 
 class _Frame(NamedTuple):
@@ -196,7 +199,7 @@ class _Frame(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs under a policy map; `used` tells what it has met. See also `Regions`."""
+    """Evaluates jaxprs under a policy map; `used` has what it met. See also `Regions`."""
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.regions = Regions(policy_map, surrounding)
@@ -211,7 +214,7 @@ class Interpreter:
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]:
-        """Runs a jaxpr, closed or open, in a scope; returns its results, of which `ends` tells."""
+        """Runs a jaxpr, closed or open, in a scope; `ends` says how its results are used."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
@@ -222,7 +225,7 @@ class Interpreter:
         is_plain, is_traced = core.looks_for_nans([v.array for v in values]), core.is_traced()
         often = repeated(jaxpr) if is_traced else None
         frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env, 0, is_norm, often)
-        # Eager operations would run in other programs, fused.
+        # Not if eager: a jitted piece would fuse operations that run one by one without autocast.
         pieces = find_layers(jaxpr) if is_traced and not is_plain else []
         if not pieces:
             self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
@@ -241,7 +244,7 @@ class Interpreter:
         equations: Sequence[Equation],
         last_uses: Iterable[Sequence[Atom]] | None = None,
     ) -> None:
-        """Runs equations, and forgets after each the variables that nothing reads any more."""
+        """Runs equations, and forgets after each the variables whose last use it was."""
         for equation, last in zip(equations, last_uses or itertools.repeat(()), strict=False):
             try:
                 operation = self._operation(equation, frame)
@@ -275,7 +278,7 @@ class Interpreter:
         return read_pending(operation) if frame.has_norms else operation
 
     def _run_shared(self, frame: _Frame, piece: Piece) -> None:
-        """Runs a piece as a jitted function, as that of one that is alike if there is."""
+        """Runs a piece as a jitted function; reuses the function of an equal piece."""
         around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
         inside = copy.copy(self)
         inside._shared, inside._alike = {}, {}  # a piece must not keep itself alive
@@ -295,48 +298,45 @@ class Interpreter:
             frame.env.update(zip(piece.outputs, call(values), strict=True))
 
     def alike(self, jaxpr: Jaxpr, scope: str) -> tuple[Jaxpr, str]:
-        """Returns the first jaxpr and scope that were given here and that do the same.
+        """Returns the first jaxpr and scope given here that do the same.
 
-        Of checkpoints around layers that were written out, each has a jaxpr of its own.
+        Checkpoints around equal layers that are written out have jaxprs of their own.
         """
         said: Hashable = self.regions.region(scope)
         if self.regions.policy_map.rules or any_class_has_a_policy():
             said = tuple(said_of(jaxpr.eqns, scope, self.regions))
         return self._alike.setdefault((kind(jaxpr), said), (jaxpr, scope))
 
-    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
-        """Traces the evaluation of a jaxpr, once for the same operands, place and policy map.
-
-        Of the operands, only their traits count.
-        """
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], how: Retracing) -> Retraced:
+        """Traces the evaluation of a jaxpr, once for the same traits, manner and policy map."""
         traits = tuple(value.traits for value in values)
         around = self.regions.policy_map, self.regions.surrounding
-        retraced = _retraced(jaxpr, traits, place, is_marking(), *around)
+        retraced = _retraced(jaxpr, traits, how, is_marking(), *around)
         self.used.add(retraced.used)
         return retraced
 
 
-# A function that was jitted once has one jaxpr; retraced once, it is compiled once.
+# The calls of one jitted function share a jaxpr: retraced once, it is compiled once.
 @once_per_jaxpr
 def _retraced(
-    jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace, has_marks: bool, *around: Any
+    jaxpr: Jaxpr, traits: Sequence[Traits], how: Retracing, has_marks: bool, *around: Any
 ) -> Retraced:
-    del has_marks  # JAX's traces differ by it
-    interpreter, num_uncast = Interpreter(*around), place.num_uncast
+    del has_marks  # a key of the cache: the traced program has marks or not
+    interpreter, num_uncast = Interpreter(*around), how.num_uncast
     results: list[Traits] = []
 
     def on_arrays(*arrays: Array) -> list[Array]:
         inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=False)]
-        if place.has_rounded:
+        if how.has_rounded:
             pairs = zip((v for v in inputs if v.pending), arrays[len(traits) :], strict=True)
             for value, array in pairs:
                 value.casts[array.dtype, False] = array
         for i in range(num_uncast):
             inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-        outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
-        for i, dtype in enumerate(place.result_dtypes):
+        outputs = interpreter.evaluate(jaxpr, inputs, how.scope, how.ends)
+        for i, dtype in enumerate(how.result_dtypes):
             outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
-        if place.rounds:
+        if how.rounds:
             outputs = [
                 Value(v.to(v.pending), False, v.tangent) if v.pending else v for v in outputs
             ]
@@ -347,7 +347,7 @@ def _retraced(
         var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
         for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
     ]
-    if place.has_rounded:
+    if how.has_rounded:
         pairs = zip(avals, traits, strict=True)
         avals += [core.with_dtype(aval, each.pending) for aval, each in pairs if each.pending]
     return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
@@ -355,10 +355,10 @@ def _retraced(
 
 def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
-    # An autocast around this one must leave in float32 what this one runs in float32.
+    # An autocast around this one must not cast down operations that this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
     equation, region = operation.equation, operation.region
-    # What a checkpoint holds is marked itself where it is evaluated.
+    # The equations inside a checkpoint are marked where they are evaluated.
     is_around = equation.primitive.name == CHECKPOINT and not region.is_fixed
     if is_marking() and not is_around and not split_policy(core.scope_of(equation))[1]:
         scopes.append(policy_mark(region.policy))
@@ -367,7 +367,7 @@ def _run(operation: Operation, depth: int) -> list[Value]:
 
 
 def _apply_rule(operation: Operation) -> list[Value]:
-    """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
+    """Runs an operation. Order: everywhere rule, fixed region, override, float32 region, rule."""
     entry, region = lookup(operation.equation), operation.region
     if entry is not None and entry.everywhere and not region.is_fixed:
         return entry.rule(operation)

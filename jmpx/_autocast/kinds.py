@@ -1,4 +1,4 @@
-"""The table of primitives: which are cast down, which stay float32, which follow their operands."""
+"""The rules of most primitives: they cast down, stay in float32 or follow their operands."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ from jmpx._jaxprs.marks import RESTORE
 
 
 def low(operation: Operation) -> list[Value]:
-    """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
+    """Runs in the compute dtype; in float32 if the user asked for more precision."""
     if is_precise(operation.equation):
         return run_as_traced(operation, is_weak=False)
     dtype = low_dtype(operation.equation, operation.region.dtype)
@@ -49,7 +49,7 @@ def full(operation: Operation) -> list[Value]:
 
 
 def keep(operation: Operation) -> list[Value]:
-    """Runs in the dtypes that were traced, because the result depends on the dtype, as bits do."""
+    """Runs in the traced dtypes, because the result depends on the dtype, as bits do."""
     return full(operation)
 
 
@@ -77,7 +77,7 @@ def promote_finite(operation: Operation) -> list[Value]:
 
 
 def compare(operation: Operation) -> list[Value]:
-    """Runs as `promote` if the dtypes are equal, else in float32: rounding one side may decide."""
+    """Runs as `promote` if dtypes are equal, else in float32: rounding one side may decide."""
     dtypes = {value.dtype for value in operation.float32_values}
     return (promote if len(dtypes) == 1 else full)(operation)
 
@@ -140,7 +140,7 @@ def exchange(operation: Operation) -> list[Value]:
 
 
 def update(operation: Operation) -> list[Value]:
-    """Runs in float32 on rounded operands, so that a maximum is one of them, and rounds it."""
+    """Runs in float32 on rounded operands, so that a maximum is one of them; rounds the result."""
     dtype = operation.promoted
     placed = operation.arrays(dtype, Value.to_finite)
     widened = operation._replace(values=[Value(array, is_weak=True) for array in placed])
@@ -148,17 +148,15 @@ def update(operation: Operation) -> list[Value]:
 
 
 def per_operand(operation: Operation) -> list[Value]:
-    """Runs on each operand in the dtype that it has; each result is as its operand."""
+    """Runs on each operand in its own dtype; each result has the traits of its operand."""
     results = bind_arrays(operation.equation, [value.array for value in operation.values])
     return [Value.of(result, v.traits) for result, v in zip(results, operation.values, strict=True)]
 
 
-# Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`). Moves of
-# numbers are listed one by one: each name must be a primitive of a supported version of JAX.
+# JAX's primitives, with underscores for hyphens (`scatter-add`). A test checks that each name is a
+# primitive of a supported version of JAX.
 KINDS = {
-    low: """
-        conv_general_dilated ragged_dot_general
-    """,
+    low: "conv_general_dilated ragged_dot_general",
     full: """
         exp exp2 expm1 log log1p log2 pow rsqrt
         acos acosh asin asinh atanh cosh sinh tan erf_inv
@@ -170,9 +168,7 @@ KINDS = {
         triangular_solve tridiagonal tridiagonal_solve custom_linear_solve fft
         complex real imag conj
     """,
-    compare: """
-        eq_to ne lt lt_to le le_to gt ge
-    """,
+    compare: "eq_to ne lt lt_to le le_to gt ge",
     promote: """
         add_any neg abs sign floor ceil round is_finite
         sqrt cbrt one_minus_square sin cos
@@ -183,37 +179,17 @@ KINDS = {
         sharding_constraint reshard pvary pbroadcast
         empty empty2
     """,
-    limit: """
-        max min clamp
-    """,
-    promote_finite: """
-        add select_n concatenate stack pad dynamic_update_slice
-    """,
-    scale: """
-        div rem atan2
-    """,
-    power: """
-        square integer_pow polynomial
-    """,
-    exchange: """
-        all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
-    """,
+    limit: "max min clamp",
+    promote_finite: "add select_n concatenate stack pad dynamic_update_slice",
+    scale: "div rem atan2",
+    power: "square integer_pow polynomial",
+    exchange: "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute",
     bounded: "atan",
-    saturating: """
-        tanh logistic erf erfc
-    """,
-    update: """
-        scatter scatter_max scatter_min
-    """,
-    through_float32: """
-        select_and_scatter mulhi
-    """,
-    reduce_devices: """
-        psum psum_invariant reduce_scatter
-    """,
-    per_operand: """
-        sort pmax pmin optimization_barrier device_put
-    """,
+    saturating: "tanh logistic erf erfc",
+    update: "scatter scatter_max scatter_min",
+    through_float32: "select_and_scatter mulhi",
+    reduce_devices: "psum psum_invariant reduce_scatter",
+    per_operand: "sort pmax pmin optimization_barrier device_put",
     keep: """
         bitcast_convert_type nextafter reduce_precision
         random_bits random_fold_in random_gamma random_seed random_split random_wrap random_unwrap
@@ -223,12 +199,11 @@ KINDS = {
 }
 
 for kind, names in KINDS.items():
-    register(
-        *names.split(), cached=kind is not keep, keeps_finite=kind in (promote_finite, update)
-    )(kind)
+    keeps_finite = kind in (promote_finite, update)
+    register(*names.split(), cached=kind is not keep, keeps_finite=keeps_finite)(kind)
 
 
-# Rules of single primitives: they run as a kind of `kinds.py` does, with an exception.
+# Rules of single primitives: a kind of the table, with an exception.
 
 
 @register("dot_general", cached=True)
@@ -248,7 +223,7 @@ def dot_general(operation: Operation) -> list[Value]:
 def mul(operation: Operation) -> list[Value]:
     """Runs as `scale`, but does not examine factors that are arrays of parameters.
 
-    They are in every layer, and their products in float32 would cost memory.
+    Every layer has some, and float32 products of them would cost memory.
     """
     if operation.result in operation.neighbours.statistics:
         return full(operation)
@@ -307,7 +282,7 @@ def access(operation: Operation) -> list[Value]:
 
 @register("custom_vjp_call", everywhere=True)
 def custom_vjp_call(operation: Operation) -> list[Value]:
-    """Runs a function in float32, as its backward pass is for the dtypes that were traced."""
+    """Runs a function in float32: its backward pass is for the traced dtypes."""
     return run_as_traced(operation, is_weak=not operation.region.is_fixed)
 
 
@@ -315,8 +290,8 @@ def custom_vjp_call(operation: Operation) -> list[Value]:
 def convert_element_type(operation: Operation) -> list[Value]:
     """Runs a cast that the user wrote.
 
-    A cast from float32 to float32 does not count: JAX writes one where only the weak type changes.
-    Neither does that of an inner autocast, which gives its results their float32 back.
+    A cast from float32 to float32 is ignored: JAX writes one where only the weak type changes. So
+    is the cast by which an inner autocast returns float32 results.
     """
     (value,), (atom,) = operation.values, operation.equation.invars
     if operation.equation.params["new_dtype"] != FLOAT32:

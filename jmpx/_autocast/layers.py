@@ -1,4 +1,4 @@
-"""Equal layers of a program, which are evaluated once."""
+"""Equal layers of a program: finds them, and evaluates each once, as a jitted function."""
 
 import collections
 import itertools
@@ -15,13 +15,13 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr
 from jmpx._jaxprs.inner import Piece, kind_of, once_per_jaxpr, split, structure_of, variables
 
-_ALIKE = 8  # so many equations have to be alike before anything else is compared
+_ALIKE = 8  # how many equations have to be alike before anything else is compared
 _LEAST = 4  # equations of a part of a layer: a call of fewer would save nothing
-_SHORTEST = 16  # equations of a layer: of shorter ones, several are called together
+_SHORTEST = 16  # equations of a layer: several shorter ones are called together
 _TRIES = 16  # how many places are compared with one
-_MANY = 8  # operations for which JAX had better cache a function, which takes as long as some
+_MANY = 8  # from this many equal operations on, a cached function saves more time than it takes
 
-# A function with a derivative rule of its own is made anew in each trace, and no two are alike.
+# Each trace makes the functions of these anew, so that no two equations are alike.
 _SINGLE = frozenset({"custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"})
 
 
@@ -34,7 +34,7 @@ def find_layers(jaxpr: Jaxpr) -> list[tuple[bool, Piece]]:
 
 @once_per_jaxpr
 def layers(jaxpr: Jaxpr) -> list[tuple[bool, range]]:
-    """Returns the indices of all equations, in order, in groups; and which groups repeat."""
+    """Returns the indices of all equations in groups, in order, and which groups repeat."""
     groups = list(_groups(jaxpr.eqns))
     if not any(repeats for repeats, _ in groups):
         return []
@@ -52,14 +52,14 @@ def layers(jaxpr: Jaxpr) -> list[tuple[bool, range]]:
 
 @once_per_jaxpr
 def repeated(jaxpr: Jaxpr) -> frozenset[Hashable]:
-    """Returns the tokens of which a jaxpr has many."""
+    """Returns the tokens that many equations of a jaxpr have."""
     counts = collections.Counter(map(token, jaxpr.eqns))
     return frozenset(each for each, count in counts.items() if count >= _MANY)
 
 
 def _groups(equations: Sequence[Equation]) -> Iterator[tuple[bool, range]]:
     """Yields groups of equations; the ones that may repeat are the parts of layers."""
-    single = [_is_single(equation) for equation in equations]
+    single = [bool(each.effects) or each.primitive.name in _SINGLE for each in equations]
     end = 0
     for layer in _layers([token(equation) for equation in equations]):
         if end < layer.start:
@@ -73,13 +73,13 @@ def _groups(equations: Sequence[Equation]) -> Iterator[tuple[bool, range]]:
 
 
 def token(equation: Equation) -> Hashable:
-    """Returns what equations at the same place of alike layers have in common."""
+    """Returns a key that equations at the same place of equal layers share."""
     shapes = tuple(getattr(var.aval, "shape", None) for var in equation.outvars)
     return equation.primitive.name, shapes
 
 
 def _layers(tokens: Sequence[Hashable]) -> Iterator[range]:
-    """Yields ranges of tokens each of which is equal to the one before it or after it."""
+    """Yields ranges of tokens; each equals the range before it or after it."""
     starts = range(len(tokens) - _ALIKE + 1)
     first = [tuple(tokens[i : i + _ALIKE]) for i in starts]
     places = collections.defaultdict[Hashable, collections.deque[int]](collections.deque)
@@ -97,22 +97,13 @@ def _layers(tokens: Sequence[Hashable]) -> Iterator[range]:
             number = 1
             while tokens[start:place] == tokens[start + number * size : place + number * size]:
                 number += 1
-            size, number = _lengthened(size, number)
+            together = -(-_SHORTEST // size)  # several short layers are one
+            size, number = size * together, number // together
             if number > 1:
                 yield from (range(start + i * size, start + (i + 1) * size) for i in range(number))
                 start += number * size - 1
                 break
         start += 1
-
-
-def _lengthened(size: int, number: int) -> tuple[int, int]:
-    """Returns the size and the number of layers, several of which are one if they are short."""
-    together = -(-_SHORTEST // size)
-    return size * together, number // together
-
-
-def _is_single(equation: Equation) -> bool:
-    return bool(equation.effects) or equation.primitive.name in _SINGLE
 
 
 def _key(jaxpr: Jaxpr, indices: range) -> Hashable:
@@ -128,7 +119,7 @@ def _key(jaxpr: Jaxpr, indices: range) -> Hashable:
     return key
 
 
-# Pieces of a jaxpr that are evaluated once, as a jitted function, where they are alike.
+# Equal pieces share one jitted function.
 
 
 OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
@@ -137,9 +128,9 @@ _Known = tuple[Traits, tuple[_Cast, ...]]  # the traits and the casts
 
 
 def shared(run: OnValues, values: Sequence[Value], is_read: Sequence[bool]) -> OnValues:
-    """Returns a jitted function of these values and others that are alike.
+    """Returns a jitted function of these values, and of others with the same traits and casts.
 
-    Casts go in and out with the values, so that each is made once: the cotangents of one cast are
+    Casts go in and out with the values, so that each is made once: cotangents of one cast are
     summed in its dtype, those of two casts in the dtype of the value.
     """
     # The function is kept for other pieces, and must not keep the arrays alive.
@@ -165,9 +156,9 @@ def shared(run: OnValues, values: Sequence[Value], is_read: Sequence[bool]) -> O
         new = [[v.casts[key] for key in keys] for v, keys in zip(operands, made, strict=True)]
         return [(v.array, *v.casts.values()) for v in outputs], new
 
-    # Since JAX 0.12, the calls are inlined when the program is lowered; before, when it is traced,
-    # which would take longer than it saves. XLA inlines them, too, but an H100's compiler then
-    # copies some gradients of weights: .7 % of a ViT's step, by its estimate.
+    # Since JAX 0.12, calls are inlined when the program is lowered; before, inlining in the trace
+    # took longer than it saved. XLA inlines them, too, but an H100's compiler then copies some
+    # gradients of weights: .7 % of a ViT's step, by its estimate.
     jitted = jax.jit(piece, inline=hasattr(jax, "Inline"))
 
     def call(values: Sequence[Value]) -> list[Value]:
@@ -199,9 +190,8 @@ def key_of(
 ) -> Hashable:
     """Returns a key of a piece: equal ones compute the same, in the same dtypes, at the same lines.
 
-    The first scopes of each equation, as many as `depth` says, are around the whole piece, as a
-    layer's name is: they count only for what the policy map says of them. What it names by `id`
-    lives as long as the piece.
+    The first `depth` scopes of each equation are around the whole piece, as a layer's name is: only
+    what the policy map says of them counts. Objects in the key by `id` live as long as the piece.
     """
     results = [var for equation in piece.equations for var in equation.outvars]
     return (
@@ -219,7 +209,7 @@ def _of_value(value: Value) -> Hashable:
 
 
 def said_of(equations: Sequence[Equation], scope: str, regions: Regions) -> Iterator[Hashable]:
-    """Yields what the policy map says of equations, and of those in the jaxprs that they hold."""
+    """Yields what the policy map says of equations, also of those in inner jaxprs."""
     for equation in equations:
         within = core.scope_within(scope, equation)
         region = regions.region(within)

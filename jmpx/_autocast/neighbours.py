@@ -1,4 +1,4 @@
-"""What stands around an operation: norms, softmaxes, products, and values that are exposed."""
+"""The surroundings of an operation: norms, softmaxes, products, and readers that expose it."""
 
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -25,15 +25,15 @@ from jmpx._jaxprs.inner import (
 COPIES = {"convert_element_type", "slice", "tile"} | RESHAPES | PLACEMENTS | IDENTITIES
 COPIES = frozenset(COPIES - {"optimization_barrier", "device_put"})
 
-# If each operand of these is uniform, the result is: all its elements are one number.
+# The result is uniform, all its elements one number, if each operand is.
 ELEMENTWISE = frozenset(
     """
     add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
     """.split()
 )
 
-# These, or their slopes, are infinite at a bound of their operand, as a division is at that of its
-# denominator.
+# These, or their slopes, are infinite at a bound of their operand, as a division is at a
+# denominator of 0.
 _SINGULAR = frozenset(
     """
     log log1p log2 rsqrt sqrt cbrt pow erf_inv acos asin acosh atanh lgamma digamma polygamma
@@ -94,7 +94,7 @@ def _is_uniform(atom: Atom, uniform: set[Atom]) -> bool:
     return core.is_literal(atom) or atom in uniform or getattr(atom.aval, "size", 0) == 1
 
 
-# Equations whose dtypes depend on the equations next to them, found by a look at the jaxpr.
+# Equations whose dtypes depend on the equations next to them.
 
 
 POWERS = frozenset({"square", "integer_pow"})
@@ -103,7 +103,7 @@ ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 SUMS = frozenset("reduce_sum reduce_prod psum psum_invariant".split())
 _MASKS = COPIES | {"select_n", "mul"}
 
-# Primitives that choose among numbers. Their derivatives compare the numbers with the chosen one.
+# These choose among numbers. Their derivatives compare the numbers with the chosen one.
 CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
 
 _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
@@ -113,7 +113,7 @@ Dtypes: TypeAlias = frozenset[np.dtype]
 
 
 class Ends(NamedTuple):
-    """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
+    """How a jaxpr's results are used outside of it; a result without a flag counts as False."""
 
     exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed`
     raised: tuple[bool, ...] = ()  # which are read by an exponential
@@ -121,22 +121,22 @@ class Ends(NamedTuple):
     normalized: tuple[bool, ...] = ()  # which are multiplied by a root
     multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
     has_data: bool = False  # whether arrays that the jaxpr closes over are data; see `Traits`
-    # The dtypes in which the numbers of the first results are read; see `reads.number_dtypes`.
+    # The dtypes in which the numbers of the first results are read; see `binding.number_dtypes`.
     read: tuple[Dtypes, ...] = ()
 
 
-NOTHING = Ends()  # nothing is known of it
+NOTHING = Ends()  # no use is known
 
 
 class Neighbours(NamedTuple):
     """Results of a jaxpr whose dtypes depend on the equations next to their own."""
 
-    # Results that are part of a statistic in float32, and run in float32, too: the shift of a
-    # softmax, `x - max`, if an exponential reads it, and the squares of a norm, if a sum does.
+    # Parts of a float32 statistic, which run in float32, too: the shift of a softmax, `x - max`, if
+    # an exponential reads it, and the squares of a norm, if a sum does.
     statistics: set[Atom]
     slopes: set[Atom]  # `n * x` next to `x**n`: part of its derivative, and as likely to overflow
-    # Comparisons of a number with the maximum of it and others, as the derivative of a maximum
-    # makes them. The maximum was rounded, so the number has to be rounded, too.
+    # Comparisons of a number with a maximum of it and others, as in the derivative of a maximum.
+    # The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed`
     raised: frozenset[Atom]  # variables that an exponential reads
@@ -144,10 +144,10 @@ class Neighbours(NamedTuple):
     normalized: frozenset[Atom]  # those that a root of fewer numbers multiplies, or divides
     multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
     has_data: bool  # whether arrays that the jaxpr closes over are data
-    read: Mapping[Atom, Dtypes]  # see `reads.number_dtypes`
+    read: Mapping[Atom, Dtypes]  # see `binding.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
-        """Returns what becomes of the results of the jaxpr that an equation holds."""
+        """Returns how the results of the jaxpr in an equation are used."""
         paths = self.multiplied
         return Ends(
             exposed=within(exposed, equation, self.exposed),
@@ -159,7 +159,7 @@ class Neighbours(NamedTuple):
         )
 
     def said_of(self, atoms: Sequence[Atom]) -> Hashable:
-        """Returns what is known of some results."""
+        """Returns the facts about some results, as a key."""
         known = (found or () for found in self[:-2])
         flags = (tuple(atom in found for atom in atoms) for found in known)
         return tuple(flags), tuple(map(self.read.get, atoms))
@@ -228,22 +228,19 @@ def _is_normalized(roots: Mapping[Atom, int], equation: Equation, found: Collect
 
 
 def _roots(jaxpr: Jaxpr) -> dict[Atom, int]:
-    """Returns roots of arrays, and what is made of them and of no more numbers: how many each."""
+    """Returns roots of arrays, and results of as many numbers made of them, with these numbers."""
     roots: dict[Atom, int] = {}
-    counts: dict[Atom, int] = {}  # of numbers in what is made of broadcast arrays
+    counts: dict[Atom, int] = {}  # how many numbers a result has, not counting broadcasts
     for equation in jaxpr.eqns:
         name, read = operation_name(equation.primitive.name), variables(equation)
         if read and (name in COPIES or name in ELEMENTWISE):
             (result,) = equation.outvars
-            counts[result] = count = max(counts.get(atom, _size(atom)) for atom in read)
+            sizes = [counts.get(atom, getattr(atom.aval, "size", 0)) for atom in read]
+            counts[result] = count = max(sizes)
             of_roots = max(roots.get(atom, 0) for atom in read)
             if count > 1 and (name in ROOTS or count == of_roots):
                 roots[result] = count
     return roots
-
-
-def _size(atom: Atom) -> int:
-    return getattr(atom.aval, "size", 0)
 
 
 @once_per_jaxpr

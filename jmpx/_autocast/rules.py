@@ -1,4 +1,4 @@
-"""The rules of primitives: their table, and how products are computed."""
+"""The registry of rules, the operation that a rule gets, and the algorithm of float32 products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,53 +25,53 @@ def is_float32(atom: Atom) -> bool:
     return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
-class InnerPlace(NamedTuple):
-    """Where a jaxpr that an equation holds is evaluated, and what becomes of it."""
+class Retracing(NamedTuple):
+    """How a jaxpr that an equation holds is evaluated anew."""
 
     scope: str  # around it
-    ends: Ends = NOTHING  # what becomes of its results
-    result_dtypes: tuple[np.dtype, ...] = ()  # of its first results; the others come in any
+    ends: Ends = NOTHING  # how its results are used
+    result_dtypes: tuple[np.dtype, ...] = ()  # of the first results; others stay as computed
     num_uncast: int = 0  # how many of its first operands are cast inside
-    has_rounded: bool = False  # whether operands that are pending come a second time, rounded
-    rounds: bool = False  # whether results that are pending are rounded
+    has_rounded: bool = False  # whether pending operands come a second time, rounded
+    rounds: bool = False  # whether pending results are rounded
 
 
 class Retraced(NamedTuple):
-    """A closed jaxpr in other dtypes, the traits of its results, and what its evaluation met."""
+    """A closed jaxpr in other dtypes, the traits of its results, and the rules that it used."""
 
     jaxpr: Jaxpr
     results: list[Traits]
     used: Used
 
 
-class Interpreter(Protocol):
-    """What a rule may ask of `interpreter.Interpreter`, for the jaxprs that its equation holds."""
+class Evaluator(Protocol):
+    """What a rule may ask of the `Interpreter`, for the jaxprs that its equation holds."""
 
     regions: Regions
 
-    def fresh(self) -> "Interpreter": ...
+    def fresh(self) -> "Evaluator": ...
 
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]: ...
 
-    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced: ...
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], how: Retracing) -> Retraced: ...
 
     def alike(self, jaxpr: Jaxpr, scope: str) -> tuple[Jaxpr, str]: ...
 
 
 class Operation(NamedTuple):
-    """An equation that is about to run, its operands, and what holds where it runs."""
+    """An equation that is about to run, its operands, and its surroundings."""
 
     equation: Equation
     values: list[Value]
-    interpreter: Interpreter  # of the jaxprs that the equation holds
+    interpreter: Evaluator  # of the jaxprs that the equation holds
     scope: str  # the names of the scopes around the equation, joined by slashes
-    region: Region  # what the policy rules say about that scope
-    override: np.dtype | None  # what a policy rule gives to the primitive; None without one
+    region: Region  # of that scope, by the policy rules
+    override: np.dtype | None  # the dtype that a policy rule gives to the primitive, if any
     neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
-    read: tuple[Dtypes, ...] = ()  # in which its results are read; see `reads.result_dtypes`
-    is_single: bool = False  # whether few are like it, so that JAX need not cache a function for it
+    read: tuple[Dtypes, ...] = ()  # the dtypes of its readers; see `binding.result_dtypes`
+    is_single: bool = False  # whether few are equal, so that JAX need not cache a function for it
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class Operation(NamedTuple):
 
     @property
     def ends(self) -> Ends:
-        """What becomes of the results of the jaxpr that the equation holds."""
+        """How the results of the jaxpr in the equation are used."""
         return self.neighbours.ends_within(self.equation)._replace(read=self.read)
 
     def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
@@ -134,8 +134,8 @@ class Operation(NamedTuple):
         **pending: bool,
     ) -> Retraced:
         """Traces the evaluation of a jaxpr whose results are those of the equation."""
-        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast, **pending)
-        return self.interpreter.retrace(jaxpr, values, place)
+        how = Retracing(self.scope, self.ends, tuple(result_dtypes), num_uncast, **pending)
+        return self.interpreter.retrace(jaxpr, values, how)
 
 
 PrimitiveRule = Callable[[Operation], list[Value]]
@@ -143,17 +143,17 @@ _Rule = TypeVar("_Rule", bound=PrimitiveRule)
 
 
 class Entry(NamedTuple):
-    """What the registry holds of a primitive."""
+    """The entry of a primitive in the registry."""
 
     rule: PrimitiveRule
-    # Whether the rule is asked even if a policy rule gives the primitive a dtype, or the region is
-    # float32, as the operation tells.
+    # Whether the rule runs even if a policy rule gives the primitive a dtype, or the region is
+    # float32: it reads both from the operation.
     everywhere: bool = False
     # Whether JAX may cache the primitive as a jitted function: not if its parameters can hold
     # objects of the user, which the cache would keep alive.
     cached: bool = False
-    # Whether finite numbers stay finite also in the dtype that a policy rule gives the primitive,
-    # because it adds its operands or puts one into another.
+    # Whether finite numbers stay finite in the dtype that a policy rule gives the primitive, too:
+    # it adds its operands, or puts one into another.
     keeps_finite: bool = False
 
 
@@ -180,13 +180,12 @@ def lookup(equation: Equation) -> Entry | None:
     return ENTRIES.get(operation_name(equation.primitive.name))
 
 
-# Products: the primitives that multiply matrices, and the algorithm with which they do in float32.
+# Products: the primitives that multiply matrices, and the algorithm of those in float32.
 #
-# Products in 16 bits get none: they multiply in their own dtype, and a dot algorithm would change
-# it.
+# Products in 16 bits get none: a dot algorithm would change the dtype in which they multiply.
 
 
-_WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
+_WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # dtypes to which a precision applies
 
 
 def is_precise(equation: Equation) -> bool:
@@ -199,7 +198,7 @@ def is_precise(equation: Equation) -> bool:
 def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
     """Returns the compute dtype, float32 for a product of high precision or of another dtype."""
     atoms = [atom for atom in equation.invars if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
-    dtypes = {atom.aval.dtype for atom in atoms}  # of a matrix and a complex one, too
+    dtypes = {atom.aval.dtype for atom in atoms}  # one operand may be complex
     is_low = FLOAT32 in dtypes and dtypes <= {FLOAT32, dtype} and not is_precise(equation)
     return dtype if is_low else FLOAT32
 
@@ -207,8 +206,8 @@ def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
 def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
     """Returns the parameters of an operation that change by the algorithms of its products.
 
-    These are the operation itself, or those in a jaxpr that it holds and nothing evaluates, such as
-    the matrix of a linear solver or a kernel. In another `dtype` than float32 there is none.
+    The products are the operation itself, or those in a jaxpr that it holds and that nothing
+    evaluates, such as the matrix of a linear solver or a kernel. Only float32 ones have algorithms.
     """
     regions = operation.interpreter.regions
     if not regions.give_algorithms:
@@ -219,8 +218,8 @@ def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
 
 
 def _without_algorithm(equation: Equation, regions: Regions) -> Params:
-    """Returns parameters that keep a dot algorithm around the call from a product in 16 bits."""
-    # If the product had no precision, JAX would take the algorithm for the transposed products.
+    """Returns parameters that shield a product in 16 bits from a dot algorithm around the call."""
+    # Without a precision of the product, JAX would use the algorithm for its transposed products.
     is_product = operation_name(equation.primitive.name) in PRODUCTS
     is_open = is_product and equation.params["precision"] is None
     is_set = is_open and is_algorithm(regions.surrounding)
@@ -255,7 +254,7 @@ def _precision(equation: Equation, scope: str, regions: Regions) -> Params:
     if not takes_part and dtypes != {FLOAT32}:
         return _without_algorithm(equation, regions) if dtypes else {}
     regions.note(algorithm)
-    if params["precision"] is not None:  # what the user wrote takes precedence
+    if params["precision"] is not None:  # the user's takes precedence
         return {}
     if is_word:
         return {"precision": (lax.Precision(algorithm.name),) * 2}
@@ -264,7 +263,7 @@ def _precision(equation: Equation, scope: str, regions: Regions) -> Params:
 
 
 def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
-    """Returns a jaxpr, the products in it with their algorithms; the same object if none has."""
+    """Returns a jaxpr whose products have their algorithms; the same object if none has one."""
     new, used = _rewritten(jaxpr, scope, regions.policy_map, regions.surrounding)
     regions.used.add(used)
     return jaxpr if new is None else new
@@ -272,7 +271,7 @@ def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
 
 @once_per_jaxpr
 def _rewritten(jaxpr: Jaxpr, scope: str, *of_regions: Any) -> tuple[Jaxpr | None, Used]:
-    """Returns a jaxpr with algorithms, None if it is the same, and what was met in it."""
+    """Returns a jaxpr with algorithms, None if nothing changes, and the rules that it used."""
     regions = Regions(*of_regions)
 
     def change(equation: Equation) -> Equation:

@@ -1,4 +1,4 @@
-"""Values of the program under autocast, and the regions of float32 among them."""
+"""Values of the program under autocast; the regions in which a policy map has it compute."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ LOW = (BFLOAT16, np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
-    """What is known of an array before the array exists: it is part of the keys of caches."""
+    """The facts about an array that are known before it exists; a part of the keys of caches."""
 
     dtype: np.dtype
     # Whether it takes the dtype of an array that is not weak, where the two meet: a float32 bias
     # leaves a bfloat16 activation bfloat16. True until a 16-bit operation contributes. Unrelated to
     # JAX's `weak_type`.
     is_weak: bool
-    # Whether it is a tangent, or computed from one. It is cast linearly, so that it can be
-    # transposed and an overflow shows.
+    # Whether it is a tangent, or computed from one: its casts are linear, so that JAX can transpose
+    # them and an overflow shows.
     tangent: bool = False
     uniform: bool = False  # whether all its elements are the same number
     power: bool = False  # whether it is float32 only because a power in float16 could overflow
@@ -51,7 +51,7 @@ class Traits(NamedTuple):
     # Whether an input other than a parameter, or an array that is closed over, contributes to it
     # while it is weak; it is then weak only on the path to a product.
     data: bool = False
-    statistic: int = 0  # how many numbers a sum of activations, or what is made of it, has; else 0
+    statistic: int = 0  # the size of a sum of activations, or of a result of one; 0 of others
     pending: np.dtype | None = None  # the dtype for readers outside of a norm; see `read_pending`
 
 
@@ -65,7 +65,7 @@ class Value:
         array: the array or the tracer.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
         source: the value that holds the same numbers in another shape, and the function that makes
-            this array of it; None without one. What both are cast to is cast once.
+            this array of it; None without one. Casts of the source are reused for this array.
     """
 
     array: Array
@@ -87,7 +87,7 @@ class Value:
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
-        """Returns the value of an array of which the traits are known."""
+        """Returns the value of an array with known traits."""
         return cls(array, *traits[1:])
 
     @classmethod
@@ -99,9 +99,9 @@ class Value:
         return value
 
     def note_constant(self, array: Array) -> None:
-        """Notes what is known of an array that holds the same numbers in any shape.
+        """Notes which dtypes hold the numbers of a constant, given in any shape.
 
-        Weights that a function closes over are constants, too: large arrays are not examined.
+        Large arrays are not examined: weights that a function closes over are constants, too.
         """
         kinds = jnp.floating, jnp.integer, jnp.bool_
         if array.size > 2**16 or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
@@ -122,7 +122,7 @@ class Value:
         return Traits(self.dtype, *(getattr(self, name) for name in Traits._fields[1:]))
 
     def kept(self) -> "Value":
-        """Returns the value where it reaches no product: data is not weak there."""
+        """Returns the value for an equation that reaches no product, where data is not weak."""
         if not self.data:
             return self
         return dataclasses.replace(self, is_weak=False, data=False, source=None)
@@ -132,7 +132,7 @@ class Value:
         return self._cast(dtype, saturate=False)
 
     def to_finite(self, dtype: np.dtype) -> Array:
-        """Returns the array in `dtype`; finite numbers stay finite, but for computed ones."""
+        """Returns the array in `dtype`; finite numbers of weak arrays stay finite."""
         return self._cast(dtype, saturate=self.is_weak and not self.tangent)
 
     def _cast(self, dtype: np.dtype, saturate: bool) -> Array:
@@ -164,7 +164,7 @@ class Value:
 
 
 def join(several: Sequence[Traits]) -> Traits:
-    """Returns the traits of the array that others become where they meet, as in two branches."""
+    """Returns the traits of a result that is one of several arrays, as of two branches."""
     if all(traits == several[0] for traits in several):
         return several[0]
     several = [traits._replace(dtype=traits.pending or traits.dtype) for traits in several]
@@ -213,8 +213,8 @@ def _cast(array: Array, dtype: np.dtype) -> Array:
 
 def _saturate(x: Array, y: Array) -> Array:
     """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite."""
-    # A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In
-    # float16 it would be -inf, and a row that is masked as a whole NaN.
+    # A mask of -1e9 becomes half of float16's least number, so that a logit can be added to it. As
+    # -inf it would turn a row that is masked as a whole into NaN.
     if isinstance(x, jax.Array):
         return _saturate_traced(x, y)
     with np.errstate(over="ignore"):
@@ -243,36 +243,36 @@ def _saturate_jvp(
     return _saturate_with_jvp(*primals), tangents[1]
 
 
-# Regions: what the rules of a policy map say about a scope, and about primitives in it.
+# Regions: the rules of a policy map about a scope, and about primitives in it.
 
 
 class Algorithm(NamedTuple):
     """The algorithm of float32 products, and the position in the policy map of the rule for it."""
 
     name: str  # as `jax.default_matmul_precision` takes it
-    rank: int  # -1 for the default, -2 for what surrounds the call
+    rank: int  # -1 for the default, -2 for a context around the call
 
 
 class Used:
-    """What an evaluation met; the warnings of policy rules without effect read it."""
+    """Rules, scopes and operations that an evaluation met; warnings of unused rules read it."""
 
     def __init__(self) -> None:
         self.rules = set[PolicyRule]()  # that matched a scope or a primitive
         self.scopes = set[str]()  # of equations, and the scopes around these
         self.operations = set[str]()  # names of primitives
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
-        # Why products keep their dtypes which should run in 16 bits, "" for those that run so.
+        # Why products that should run in 16 bits keep their dtypes; "" for those that do run so.
         self.kept = set[str]()
-        self.wide = set[Equation]()  # whose products should have 16 bits, and cannot
+        self.wide = set[Equation]()  # that hold products which should run in 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:
-        """Adds what the evaluation of an inner jaxpr met."""
+        """Adds those of the evaluation of an inner jaxpr."""
         for name, met in vars(inner).items():
             getattr(self, name).update(met)
 
 
 class Region(NamedTuple):
-    """What holds at a scope."""
+    """The dtype and the algorithm of a scope."""
 
     dtype: np.dtype  # in which it computes
     rank: int  # the position in the policy map of the rule that says so; -1 for the default
@@ -287,7 +287,7 @@ class Region(NamedTuple):
 
     @property
     def policy(self) -> str:
-        """What holds here, as a policy is written."""
+        """The region as a policy string."""
         algorithm = "" if self.algorithm is None else f",matmul={self.algorithm.name}"
         return f"compute={self.dtype.name}{algorithm}"
 
@@ -307,9 +307,9 @@ class Regions:
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
-        # The algorithm that jmpx has set around the call; the default of the policy map goes first.
+        # The algorithm that jmpx has set around the call; the map's default takes precedence.
         self.surrounding = surrounding
-        self.used = Used()  # what was met so far
+        self.used = Used()
         given = (rule.product or rule.matmul for rule in policy_map.rules)
         names = (surrounding, policy_map.default.matmul_precision, *given)
         self.give_algorithms = any(name is not None for name in names)

@@ -1,4 +1,4 @@
-"""What autocast explains and warns of."""
+"""Notes on errors of tracing; warnings of rules without effect and of products in float32."""
 
 import contextlib
 import re
@@ -21,23 +21,23 @@ from jmpx._jaxprs.marks import Module, module_of, without_marks
 from jmpx._policies.frameworks import imported_adapters
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
-# Of the errors in `core.UNREAD`, those that `jax.grad` alone raises, too.
+# The errors in `core.UNREAD` that `jax.grad` alone raises, too.
 _UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
-# What is in the message of a TypeError for the same reason.
+# The message of a TypeError for the same reason.
 _UNREAD_TEXT = re.compile(r"Tracer\.__format__|Shapes must be .*Tracer")
-_TRACED = "traced by jmpx's autocast"  # is in the name that JAX knows
+_TRACED = "traced by jmpx's autocast"  # a part of the name that JAX knows
 _WAYS = "by=arguments or by=modules"
 
 
 def traced_name(fn: Callable[..., PyTree]) -> str:
-    """Returns the name by which JAX's errors are to call a function that autocast traces."""
+    """Returns the name that a function which autocast traces has in JAX's errors."""
     kept = f"return what it keeps, as in a list, or write {_WAYS}"
     return f"{getattr(fn, '__name__', type(fn).__name__)} ({_TRACED}: {kept})"
 
 
 @contextlib.contextmanager
 def tracing_explained(by: str, name: str) -> Iterator[None]:
-    """Adds a note to an error that comes of tracing a function; JAX knows it by the name."""
+    """Adds a note to an error that tracing a function causes; JAX knows the function by `name`."""
     before = _held()
     around = [*core.enclosing_bodies(), *["vmap"] * core.in_vmap()]
     try:
@@ -59,9 +59,9 @@ def _held() -> dict[int, jax.Array]:
 
 
 def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) -> str:
-    """Returns what to say of an error; empty if all ways have it.
+    """Returns the note for an error; empty if the function fails without autocast, too.
 
-    What is `around` the call are bodies that JAX traces or maps, without numbers, and derivatives.
+    `around` names the bodies around the call, which JAX traces or maps, and the derivatives.
     """
     text = str(error)
     use = "use jmpx.apply_policy with" if by == "jmpx.autocast" else "write"
@@ -97,30 +97,19 @@ def _note(error: Exception, name: str, by: str, around: Sequence[str | None]) ->
     return ""
 
 
-# What autocast warns of: rules and options without effect, and products that stay in float32.
+# Warnings: of rules and options without effect, and of products that stay in float32.
 #
-# JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates,
-# and in the dtypes of the forward pass: autocast cannot evaluate it in others. The same holds for a
-# function with a partitioning of its own, and for a kernel.
+# JAX traces the backward pass of a `jax.custom_vjp` only when it differentiates, in the dtypes of
+# the forward pass: autocast cannot evaluate it in others. The same holds for a function with its
+# own partitioning, and for a kernel.
 
 
 _PRECISE = "`precision=` or jax.default_matmul_precision asks for more digits"
 _FUNCTIONS = (jax.nn, jnp, jax.lax)  # whose functions users take for operations
 
 
-def warnings_of(
-    policy_map: PolicyMap, used: Used, modules: Iterable[Module], jaxpr: Jaxpr
-) -> Iterator[str]:
-    """Yields what to warn of after an evaluation of a jaxpr.
-
-    The modules are those that the arguments hold.
-    """
-    yield from _unused_rules(policy_map, used, modules)
-    yield from _wide_products(policy_map, used, jaxpr)
-
-
 def note_products(operation: Operation) -> None:
-    """Notes how an operation runs that is a product or holds some, if the policy says 16 bits."""
+    """Notes how a product, or an operation that holds some, runs where the policy says 16 bits."""
     equation, dtype = operation.equation, operation.dtype
     if dtype.itemsize > 2 or operation.region.is_fixed:
         return
@@ -135,9 +124,9 @@ def note_products(operation: Operation) -> None:
 
 
 def _why_kept(operation: Operation) -> Iterator[str]:
-    """Yields why a product keeps its dtypes, "" if it does not; nothing of one that may keep them.
+    """Yields why a product keeps its dtypes, "" if it does not, and nothing if it may keep them.
 
-    That are outer products, those without floats, and those for which the policy asks precision.
+    It may as an outer product, without floats, and where the policy asks for precision.
     """
     equation, regions = operation.equation, operation.interpreter.regions
     dtypes = {atom.aval.dtype for atom in equation.invars}
@@ -159,26 +148,24 @@ def _why_kept(operation: Operation) -> Iterator[str]:
 def _has_wide_product(equation: Equation, scope: str, regions: Regions, is_rounded: bool) -> bool:
     """Whether a product in an equation runs in float32 instead of 16 bits.
 
-    Foreign kernels, which do not show any, count if an operand `is_rounded`, in 16 bits already.
+    A foreign kernel, which shows no product, counts if an operand `is_rounded`, to 16 bits.
     """
     if is_rounded and operation_name(equation.primitive.name) == FOREIGN:
         return any(map(is_float32, equation.invars))
     for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
         within = core.scope_within(scope, inner)
-        is_wide = _is_wide_product(inner) and not regions.region(within).is_full
-        if is_wide or _has_wide_product(inner, within, regions, is_rounded):
+        is_product = operation_name(inner.primitive.name) in PRODUCTS
+        is_wide = is_product and all(map(is_float32, inner.invars[:2]))
+        is_wide = is_wide and not (is_precise(inner) or is_outer(inner))
+        if is_wide and not regions.region(within).is_full:
+            return True
+        if _has_wide_product(inner, within, regions, is_rounded):
             return True
     return False
 
 
-def _is_wide_product(equation: Equation) -> bool:
-    is_product = operation_name(equation.primitive.name) in PRODUCTS
-    is_wide = is_product and all(map(is_float32, equation.invars[:2]))
-    return is_wide and not is_precise(equation) and not is_outer(equation)
-
-
-def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields what to say of functions that stay float32, and if no product runs in 16 bits."""
+def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields a warning of functions that stay float32, and one if no product runs in 16 bits."""
     if used.wide:
         found = sorted({f"{e.primitive.name} at {place_of(e) or 'a library'}" for e in used.wide})
         whole, part = flops_of(jaxpr, used.wide)
@@ -199,8 +186,11 @@ def _wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[
         )
 
 
-def _unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
-    """Yields what to say of each policy rule that met nothing, or changes nothing."""
+def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
+    """Yields a warning of each policy rule that met nothing, or changes nothing.
+
+    `modules` are those in the arguments.
+    """
     called = (module_of(scope) for scope in used.scopes)
     modules = {*modules, *(module for module in called if module)}
     ranks = {algorithm.rank for algorithm in used.algorithms}
@@ -240,7 +230,7 @@ def _is_without_dtype(rule: PolicyRule) -> bool:
 
 
 def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
-    """Returns the end of a warning: what a rule did not match, and what is near to it."""
+    """Returns the end of a warning: the kind that a rule did not match, and similar names."""
     if rule.is_operation:
         name = rule.selector.removeprefix("op.")
         if name not in ENTRIES and any(hasattr(module, name) for module in _FUNCTIONS):
@@ -248,7 +238,7 @@ def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
                 f"operation, as {name!r} is a function: write rules for the primitives that it "
                 "runs, which jax.make_jaxpr shows, such as 'op.dot_general' and 'op.exp'."
             )
-        # What ran is nearer to what the user means than any other primitive.
+        # A primitive that ran is more likely to be meant than another one.
         ran = did_you_mean(name, {n: f"op.{n}" for n in sorted(used.operations) if n != name})
         if ran != "." or name in ENTRIES:
             return f"operation{ran}"

@@ -1,4 +1,4 @@
-"""`autocast`, and what it returns: a callable that traces the user's, and evaluates the jaxpr."""
+"""`autocast` and `Autocast`: a callable that traces the user's, and evaluates the jaxpr."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import traced_name, tracing_explained, warnings_of
+from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
 from jmpx._base.made_once import made_once
@@ -111,11 +111,11 @@ def evaluated(
     is_loss: bool = False,
     by: str = "jmpx.autocast",
 ) -> tuple[PyTree, Changes]:
-    """Runs a pure function under autocast, and warns of what has no effect.
+    """Runs a pure function under autocast, and warns of rules and options without effect.
 
-    Of a loss, the state and the first argument hold the parameters, which are weak everywhere. The
-    other arguments, and arrays that the function closes over, keep their dtype where they reach no
-    product, as targets do. Of another function, all inputs are weak everywhere.
+    In a loss, the state and the first argument hold the parameters, which are weak everywhere.
+    Other arguments, and arrays that the function closes over, keep their dtype where they reach no
+    product, as targets do. In other functions, all inputs are weak everywhere.
     """
     key = policy_map.default, policy_map.rules, save
     if output == "traced" and fact(AUTOCAST) == key:
@@ -130,19 +130,19 @@ def evaluated(
     interpreter = Interpreter(policy_map, region_setting())
     seen = set[Module]()
     pure.invoke = marking_calls(policy_map, seen)
-    # The trace shows which precisions the user's own code sets: a setting of jmpx around the call
-    # is for products that run in float32.
+    # Unset, so that the trace shows the precisions of the user's own code: a setting of jmpx around
+    # the call is for float32 products only.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
     name = traced_name(user)
     with fact_set(AUTOCAST, key), products, tracing_explained(by, name), summed_in_float32():
         traced = core.trace(pure, (state, *args), kwargs, name=name)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
-    # As a loop's carry, state that is replaced is not weak: a moving average would stall.
+    # State that is replaced is not weak, as a loop's carry: a moving average would stall.
     replaced = changes.replaced()
     values = [Value(array, is_weak=id(array) not in replaced) for array in traced.arrays]
     if is_loss:
-        # By their places: a target may be the same array as a parameter.
+        # By position: a target may be the same array as a parameter.
         leaves = [*filter(is_traceable, jax.tree.leaves((state, *args[:1])))]
         for i, value in enumerate(values):
             is_parameter = i < len(leaves) and is_floating(leaves[i])
@@ -153,11 +153,12 @@ def evaluated(
     jaxpr, left, arrays = traced.jaxpr, Left(), (*traced.arrays, *traced.jaxpr.consts)
     if save is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
         jaxpr, left = keeping_less(jaxpr, save)  # nothing differentiates an eager call
-    # What runs in 16 bits now, and was traced in float32, has a derivative of its own.
+    # Off in the evaluation, whose 16-bit gathers have their own derivative, `binding.run_moved`.
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
-    messages = warnings_of(policy_map, interpreter.used, seen, jaxpr)
-    for message in (*messages, *messages_of(left)):
+    used = policy_map, interpreter.used
+    messages = *unused_rules(*used, seen), *wide_products(*used, jaxpr), *messages_of(left)
+    for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -191,7 +192,7 @@ def _casts_nothing(policy_map: PolicyMap) -> bool:
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:
-    """Returns a result in the dtype that `output` says; `traced` is what it is without autocast."""
+    """Returns a result in the dtype that `output` says; `traced` is its type without autocast."""
     if output is None or not is_floating(value.array):
         return value.array
     if output != "traced":

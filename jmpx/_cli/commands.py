@@ -1,4 +1,4 @@
-"""The commands of `python -m jmpx`."""
+"""The commands of `python -m jmpx`: imports of programs, the text of `explain`, the functions."""
 
 import argparse
 import importlib
@@ -20,14 +20,16 @@ from jmpx._scales.strings import get_mixed_precision
 
 R = TypeVar("R")
 
+# The program that a user names, and its flags.
+
+
 _LONGEST = 500  # of an error that becomes one line: some of JAX's have a sentence per array
 
 
 def load(target: str, flags: Sequence[str]) -> PyTree:
-    """Returns what the function that a target names returns; a ValueError says why it cannot.
+    """Returns the result of the function that a target names; a ValueError says why it cannot.
 
-    `sys.argv` holds the flags of its program from here on, and absl, if that has flags of it,
-    parses them.
+    From here on, `sys.argv` holds the flags of the program. absl parses them if it has some of it.
     """
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
@@ -42,19 +44,19 @@ def load(target: str, flags: Sequence[str]) -> PyTree:
 
 
 def attempt(what: str, func: Callable[[], R]) -> R:
-    """Runs code of the user; an error of it becomes one line, with the line of the user's code."""
+    """Runs code of the user; turns its error into one line, which names the line of the code."""
     try:
         return func()
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         raise ValueError(
-            f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+            f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_line_of(error)}"
         ) from error
 
 
-def _place(error: BaseException) -> str:
-    """Returns where an error was raised, as the last line that is of no installed package."""
+def _line_of(error: BaseException) -> str:
+    """Returns the last line of an error's traceback that is outside of installed packages."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isfile(frame.filename) and not _is_installed(frame.filename):
             return f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
@@ -85,8 +87,8 @@ def _import(name: str) -> ModuleType:
 def _parse_flags(module: ModuleType) -> None:
     """Parses `sys.argv` by absl, as `app.run` would, if the program defines flags of absl.
 
-    Libraries define flags of absl, too. If only these do, the program reads `sys.argv` by itself:
-    a flag that absl does not know is not an error then.
+    If only libraries define flags of absl, the program reads `sys.argv` by itself: a flag that absl
+    does not know is no error then.
     """
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:
@@ -103,7 +105,7 @@ def _is_of_program(name: str, module: ModuleType) -> bool:
     return is_beside or not _is_installed(file)
 
 
-# What `python -m jmpx explain` prints: what a policy string means.
+# The text of `explain`: what a policy string means.
 
 
 def _explained(precision: str) -> list[str]:
@@ -140,7 +142,7 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
 
 
 def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
-    """Returns what holds where a rule matches, with a star where it is inherited from a call."""
+    """Returns the fields that hold where a rule matches; a star marks inherited ones."""
     rule = rule.spelled_out(default.compute_dtype)
     fields = given_fields(rule.resolve(default, default))
     inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
@@ -150,7 +152,7 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
 
 
 def _save_lines(save: str | None) -> list[str]:
-    """Returns the line that says what the backward pass keeps, where the policy map says it."""
+    """Returns the line that says what the backward pass keeps, if the policy map says it."""
     if save is None:
         return []
     which = {
@@ -162,7 +164,7 @@ def _save_lines(save: str | None) -> list[str]:
 
 
 def _loss_scale_line(precision: str, loss_scale: LossScale) -> str:
-    """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
+    """Returns the line of the loss scale, with the reason if the policy map decided on it."""
     line, (_, _, text) = f"loss scale: {loss_scale}", precision.partition("|")
     if text.partition(",")[0].strip().lower() not in ("", "auto"):
         return line
@@ -170,7 +172,7 @@ def _loss_scale_line(precision: str, loss_scale: LossScale) -> str:
     return f"{line} (auto: {which} in float16)"
 
 
-# The commands of `python -m jmpx`.
+# The commands.
 #
 # Each takes the parsed arguments, prints what it finds, and returns the exit code. It raises a
 # ValueError of one sentence if the program cannot be made, traced or run.
@@ -211,9 +213,7 @@ def ranges(given: argparse.Namespace) -> int:
     fn, args = _made(given)
     found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
     _print(found, given)
-    if given.plot is not None:
-        attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
-        print(f"wrote {given.plot}", file=sys.stderr)  # which is not part of the JSON
+    _plot(found, given)
     return 0
 
 
@@ -238,9 +238,7 @@ def choose(given: argparse.Namespace) -> int:
     run = choose(func, given.policy, error=given.error, make_step=make_step, chip=given.chip)
     found = attempt(f"The run of {given.target} failed", lambda: run(*batches))
     _print(found, given)
-    if given.plot is not None:
-        attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
-        print(f"wrote {given.plot}", file=sys.stderr)
+    _plot(found, given)
     return 0 if found.chosen else 1
 
 
@@ -280,3 +278,9 @@ def _made(given: argparse.Namespace) -> Program:
 
 def _print(found: PyTree, given: argparse.Namespace) -> None:
     print(found.to_json() if given.json else found)
+
+
+def _plot(found: PyTree, given: argparse.Namespace) -> None:
+    if given.plot is not None:
+        attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
+        print(f"wrote {given.plot}", file=sys.stderr)  # not into the JSON

@@ -1,4 +1,4 @@
-"""What `python -m jmpx doctor` prints: versions, devices, settings, and what does not fit together.
+"""`python -m jmpx doctor`: versions, devices, settings, and which of them do not fit together.
 
 It imports no framework.
 """
@@ -23,14 +23,10 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._scales.strings import get_loss_scale
 
 _PACKAGES = "jax jaxlib numpy optax absl-py dm-haiku equinox flax orbax-checkpoint".split()
-_SETTINGS = (
-    "jax_platforms",
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_debug_nans",
-    "jax_debug_infs",
-)
+_SETTINGS = """
+    jax_platforms jax_enable_x64 jax_default_matmul_precision jax_numpy_dtype_promotion
+    jax_debug_nans jax_debug_infs
+""".split()
 _POLICY, _LOSS_SCALE = _VARIABLES = ["JMPX_POLICY", "JMPX_LOSS_SCALE"]
 Device: TypeAlias = Any  # type checkers do not take JAX's own name for it
 _Rows: TypeAlias = Iterator[tuple[str, str]]
@@ -71,7 +67,7 @@ def doctor() -> int:
 
 
 def _versions() -> _Rows:
-    # The folder is that of the jmpx that runs, perhaps not the installed one.
+    # The folder shows which jmpx runs: it may not be the installed one.
     yield "jmpx", f"{sys.modules['jmpx'].__version__} in {Path(__file__).parents[1]}"
     yield "python", platform.python_version()
     for name in _PACKAGES:
@@ -82,7 +78,7 @@ def _versions() -> _Rows:
 
 
 def _about(device: Device) -> _Rows:
-    """Yields what jmpx does on a device, and what the device does."""
+    """Yields the defaults of jmpx on a device, and what the device multiplies."""
     kinds = [each.device_kind for each in jax.devices()]
     yield "devices", ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     yield "half", dtype_name(half_dtype())
@@ -95,7 +91,7 @@ def _about(device: Device) -> _Rows:
 def _multiplied(device: Device) -> tuple[tuple[str, ...], str]:
     """Returns the 16-bit formats that a device multiplies, and in what it multiplies float32.
 
-    Empty is what is not known. Tensor cores multiply float16 from compute capability 7.0 on, and
+    Both are empty if not known. Tensor cores multiply float16 from compute capability 7.0 on, and
     bfloat16 and TF32 from 8.0 on.
     """
     if device.platform == "tpu":
@@ -111,11 +107,11 @@ def _multiplied(device: Device) -> tuple[tuple[str, ...], str]:
 
 
 def _misfits(variables: dict[str, str], device: Device) -> Iterator[str]:
-    """Yields what is wrong with the variables, and what of the policy the device does not do."""
+    """Yields errors in the variables, and dtypes that the device does not multiply."""
     for name in variables.keys() - {*_VARIABLES}:
         near = did_you_mean(name, _VARIABLES)
         yield f"The variable {name} does nothing: jmpx reads {' and '.join(_VARIABLES)}{near}"
-    if device is None:  # which is needed to read `half`
+    if device is None:  # `half` depends on it
         return
     try:
         policy_map = get_policy_map(variables.get(_POLICY, "full"))

@@ -72,10 +72,7 @@ _COMMANDS = {
     "ranges": _Command(
         "which magnitudes a program has, and what a 16-bit dtype would lose",
         commands.ranges,
-        {
-            **_TARGET,
-            "--plot": {"metavar": "PATH", "help": "draw the histogram of exponents"},
-        },
+        {**_TARGET, "--plot": {"metavar": "PATH", "help": "draw the histogram of exponents"}},
     ),
     "first-nonfinite": _Command(
         "the first operation of a program that makes an inf or NaN",
@@ -165,4 +162,4 @@ def main(arguments: list[str]) -> int:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
     finally:
-        sys.argv = before  # in which the program has found its flags
+        sys.argv = before  # the program has read its flags there

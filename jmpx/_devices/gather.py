@@ -1,4 +1,4 @@
-"""Gathers of shards, and means over devices."""
+"""Means over devices, and gathers of shards."""
 
 import contextlib
 import functools
@@ -42,9 +42,9 @@ def unscaled_mean(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns a loss and its gradients, averaged over an axis, the gradients unscaled.
 
-    `shards` has, for each gradient, the axes over which its parameter is a shard. In a dtype that
-    a policy sets, the scaled gradients are summed: there the loss scale protects the sum, too, and
-    an overflow in it reaches all devices, which skip the step together.
+    `shards` has, for each gradient, the axes over which its parameter is a shard. In a reduce
+    dtype, the scaled gradients are summed: the loss scale protects that sum, too, and an overflow
+    in it reaches all devices, which skip the step together.
     """
     if axis_name is None:
         return value, scale.unscale(grads)
@@ -74,8 +74,8 @@ def _mean_in(
 ) -> list[jax.Array]:
     """Averages arrays whose floating ones are summed in a dtype; complex ones keep their own.
 
-    A sum over many devices may overflow float16 though the mean does not: the division goes before
-    a sum in float16, and after all others, in float32 or wider, where it rounds at most once.
+    The division comes before a sum in float16, which may overflow where the mean does not, and
+    after all others, in float32 or wider, where it rounds at most once.
     """
     if dtype is None:
         return jax.lax.pmean(list(arrays), axis_name)
@@ -97,7 +97,7 @@ def _mean_in(
     return [widen(total, array) for total, array in zip(totals, arrays, strict=True)]
 
 
-# Parameters that are sharded over devices: gathered in 16 bits, their gradients summed in more.
+# Gathers of shards in 16 bits, whose gradients are summed in more.
 
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable])
 
 
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
-    """Gathers an array; a whole one becomes one that varies, so that JAX sums its gradient here."""
+    """Gathers an array; a whole one is made to vary, so that JAX sums its gradient here."""
     if axis is None:
         return vary([array], names)[0]
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
@@ -223,10 +223,10 @@ def _with_wide_sum(
     axis: int | None,
     reduce_dtype: np.dtype,
 ) -> jax.Array:
-    """Returns the cast leaf, gathered; the derivative is that of the stored leaf.
+    """Returns the cast leaf, gathered, with the derivative of the stored leaf.
 
-    The tangent is gathered in the reduce dtype and cast after that. JAX transposes this into the
-    backward pass, which casts the gradient first, and sums and scatters it in the reduce dtype.
+    The tangent is gathered in the reduce dtype, then cast. JAX transposes this: the backward pass
+    casts the gradient first, then sums and scatters it in the reduce dtype.
     """
     return _spread(cast, names, axis)
 
@@ -237,7 +237,7 @@ def _wide_sum(
 ) -> Pair:
     (leaf, cast), (tangent, _) = primals, tangents
     if dtype == jnp.float16:
-        # Read from its end, as the transpose runs: divide in float32, sum, multiply in float32.
+        # The transpose runs this backwards: divide in float32, sum, multiply in float32.
         size = jax.lax.axis_size(names)
         narrow = (at_least_float32(tangent) * size).astype(dtype)
         total = at_least_float32(_spread(narrow, names, axis)) / size

@@ -1,4 +1,4 @@
-"""Which parameters are shards, found by the exchanges that a loss makes of them."""
+"""Which parameters are shards: found by the exchanges in a loss, or told by `jmpx.Over`."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -20,12 +20,12 @@ _NOTHING: frozenset[int] = frozenset()
 
 # Primitives that give a device the arrays of others.
 _GATHERS = EXCHANGES | {"pgather"}
-# Primitives that name axes, and send nothing along them. `jax.lax.pbroadcast` does send.
+# Primitives that name axes but send nothing along them. `jax.lax.pbroadcast` does send.
 _CASTS = ("preduced", "reduced_vary_cast", "vary_unreduced_cast")
 _SEND_NOTHING = (*(PLACEMENTS - {"pbroadcast"}), *_CASTS)
 
-# The operands of which the result holds elements; the others are indices and masks, through which
-# no gradient passes.
+# The operands whose elements the result holds; the others are indices and masks, through which no
+# gradient passes.
 _PICKED_FROM = {
     "dynamic_slice": slice(0, 1),
     "dynamic_update_slice": slice(0, 2),
@@ -38,10 +38,9 @@ class Gather(NamedTuple):
 
     params: frozenset[int]  # the indices of the parameters
     operation: str  # the name of the primitive
-    axes: frozenset[Hashable]  # the mapped axes over which it does so
-    in_groups: bool  # whether it does so within groups of an axis, by `axis_index_groups`
-    # Whether each device picks its part by its place on an axis, as from a copy.
-    by_place: bool
+    axes: frozenset[Hashable]  # the mapped axes over which it gathers
+    in_groups: bool  # whether it gathers within groups of an axis, by `axis_index_groups`
+    by_place: bool  # whether each device picks its part by its place on an axis, as from a copy
 
 
 class Exchange(NamedTuple):
@@ -53,31 +52,29 @@ class Exchange(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What an array is computed from."""
+    """The parameters and exchanges that an array is computed from."""
 
-    # The parameters that it holds elements of, or None if it depends on data. A scalar holds none:
-    # it scales a parameter, or picks a part of one.
+    # The parameters whose elements it holds, or None if it depends on data. A scalar holds none: it
+    # scales a parameter, or picks a part of one.
     origin: frozenset[int] | None
     # The parameters that contribute to it, so that a gradient can go back to them.
     params: frozenset[int] = _NOTHING
     gathers: frozenset[Gather] = frozenset()  # the gathers that contribute to it
-    # The operations that bring it numbers that depend on parameters of other devices.
+    # The operations by which it depends on parameters of other devices.
     exchanges: frozenset[Exchange] = frozenset()
-    # The parameters that contribute to it by an operation that hides its computation.
+    # The parameters that contribute through an operation which hides its computation.
     hidden: frozenset[int] = _NOTHING
     by_place: bool = False  # whether it depends on the place of its device on a mapped axis
 
 
 def find_exchanges(
-    func: Callable[[list[jax.Array]], R],
-    params: list[jax.Array],
-    axes: Iterable[Hashable],
+    func: Callable[[list[jax.Array]], R], params: list[jax.Array], axes: Iterable[Hashable]
 ) -> tuple[Callable[[list[jax.Array]], R], Source]:
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 
-    A gather of activations, as in contrastive losses, counts as another exchange, as they depend on
-    data. Exchanges that reach aux alone, or no gradient, do not count. Returns a function that does
-    the same without another call of `func`, and the source of the loss, its first result.
+    A gather of activations, as in contrastive losses, counts as another exchange, because they
+    depend on data. Exchanges that reach only aux, or no gradient, do not count. Returns a function
+    that does the same without another call of `func`, and the source of its loss.
     """
     traced = trace(func, (params,), {})
     inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
@@ -89,15 +86,9 @@ def _join(sources: Sequence[Source]) -> Source:
     """Returns the source of an array that is computed from arrays of these sources."""
     if not sources:
         return Source(_NOTHING)
-    origins, params, gathers, exchanges, hidden, by_place = zip(*sources, strict=True)
-    return Source(
-        None if None in origins else _union(origins),
-        _union(params),
-        _union(gathers),
-        _union(exchanges),
-        _union(hidden),
-        any(by_place),
-    )
+    origins, *others, by_place = zip(*sources, strict=True)
+    origin = None if None in origins else _union(origins)
+    return Source(origin, *map(_union, others), by_place=any(by_place))
 
 
 def _picked(name: str, operands: Sequence[Source]) -> Source:
@@ -105,13 +96,13 @@ def _picked(name: str, operands: Sequence[Source]) -> Source:
     elements = _PICKED_FROM.get(name, slice(None))
     source = _join(operands[elements])
     indices = [operand for operand in operands if operand not in operands[elements]]
-    # An index that comes as data may be the device's place.
+    # An index among the data may be the device's place.
     by_place = name == "axis_index" or any(o.by_place or o.origin is None for o in indices)
     return source._replace(by_place=source.by_place or by_place)
 
 
 def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
-    """Returns the union of sets, one of which mostly holds the others."""
+    """Returns the union of sets; often the largest holds the others."""
     largest: frozenset[S] = max(sets, key=len, default=frozenset())
     if all(each is largest or each <= largest for each in sets):
         return largest
@@ -125,7 +116,7 @@ def _sent_along(eqn: Equation) -> frozenset[Hashable]:
         if not each.primitive.name.startswith(_SEND_NOTHING):
             for key in ("axis_name", "axes"):
                 found.update(axis_names(each.params.get(key, ())))
-    # `reduce_sum` and its like have axes that are numbers.
+    # The axes of `reduce_sum` and others are numbers.
     return frozenset(name for name in found if not isinstance(name, int))
 
 
@@ -153,11 +144,11 @@ def _constant(atom: Atom, _: object) -> Source:
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())  # A token has no shape.
+    return getattr(atom.aval, "shape", ())  # a token has no shape
 
 
 def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable]) -> list[Source]:
-    """Returns the sources of the results of an equation that is seen as a whole."""
+    """Returns the sources of the results of an equation without jaxprs to follow."""
     name = eqn.primitive.name
     source = Source(None) if name == "stop_gradient" else _picked(name, operands)
     along = _sent_along(eqn)
@@ -171,7 +162,7 @@ def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable])
     if along and source.params:
         new = {Exchange(param, name, axis) for param in source.params for axis in along}
         source = source._replace(exchanges=source.exchanges | new)
-    # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.
+    # A scalar of an array, such as a parameter's norm, may be gathered.
     of_arrays = any(map(_shape, eqn.invars))
     scalar = source if source.origin is None else source._replace(origin=_NOTHING)
     return [scalar if of_arrays and not _shape(var) else source for var in eqn.outvars]
@@ -179,15 +170,15 @@ def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable])
 
 # Which parameters of a gradient function are shards, and over which of the mapped axes.
 #
-# Each device has a copy of a replica, whose gradient is the mean over the devices. The backward
-# pass of the gather has summed the gradient of a shard already: it is divided by their number once.
-# So is the gradient of an own part, as in tensor and expert parallelism.
+# A replica has a copy on each device, and its gradient is the mean over devices. The gradient of a
+# shard was summed by the backward pass of its gather, so it is divided by the number of devices, as
+# is the gradient of an own part, in tensor and expert parallelism.
 
 
 Axes = frozenset[Hashable]
 _NO_AXES: Axes = frozenset()
 
-# What a mask says of a parameter: True of a shard, False of a replica, "own" of an own part.
+# The value of a mask for a parameter: True for a shard, False for a replica, "own" for an own part.
 Says: TypeAlias = bool | Literal["own"]
 
 
@@ -249,11 +240,11 @@ class Over:
 
 
 class Parameters(NamedTuple):
-    """What is known of the parameters before the function runs, each in a list."""
+    """Facts about the parameters before the function runs, one list for each kind."""
 
     paths: list[str]  # for error messages
     varying: list[Axes]  # the axes along which JAX knows each of them to vary
-    sharded: list[Says] | None  # what the mask says of each of them, if there is one
+    sharded: list[Says] | None  # the values of the mask, if there is one
 
     def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
         """Returns for each parameter the axes over which it is a shard: none for a replica.
@@ -261,7 +252,7 @@ class Parameters(NamedTuple):
         Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
         the mean of its gradients is right whatever the function does with it. A varying one is what
         the mask says; without a mask it is a shard if the function gathers it, and a replica if the
-        loss of a device depends on that device's parameter alone. Anything else is refused.
+        loss of a device depends on its own parameter alone. Anything else is refused.
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)
@@ -344,7 +335,7 @@ def _spell(axes: Iterable[Hashable]) -> str:
 
 
 def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
-    """Returns what a mask says of each differentiable array of a pytree; None without a mask."""
+    """Returns the value of a mask for each differentiable array; None without a mask."""
     if sharded is None:
         return None
     says: list[PyTree]

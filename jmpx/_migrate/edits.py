@@ -1,4 +1,4 @@
-"""Rewrites the source of one module, with comments above what it is not sure of."""
+"""The edits of imports, and the rewriting of one module, with comments where it is not sure."""
 
 import ast
 import dataclasses
@@ -157,7 +157,7 @@ def _as(name: str) -> cst.AsName:
     return cst.AsName(cst.Name(name))
 
 
-# Rewrites the source of one module, with comments above what it is not sure of.
+# The rewriting of one module.
 
 
 COMMENT = "# jmpx migrate: "

@@ -1,4 +1,4 @@
-"""Migrates files: a diff of each, what is left to do, and the writing."""
+"""Migrates files: shows a diff of each, lists what is left to do, and writes them."""
 
 import dataclasses
 import difflib
@@ -52,7 +52,7 @@ class File:
 def migrate_files(paths: Iterable[str], write: bool) -> Iterator[str]:
     """Yields the lines of a report, after all files have been read, and written if asked to.
 
-    What cannot be read, understood or written is told among what is left to do.
+    Files that cannot be read, parsed or written are listed under what is left to do.
 
     Args:
         paths: files, and folders whose `.py` files are taken.

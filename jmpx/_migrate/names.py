@@ -1,4 +1,4 @@
-"""What a module says of its names: to which import each is bound, and what takes its place."""
+"""The names in a module: the import to which each is bound, its new name, and its uses."""
 
 import ast
 import collections
@@ -38,7 +38,7 @@ _MOVED = {
     "haiku.mixed_precision.get_policy": "jmpx.policy_of",
     CLASS: "jmpx.DynamicLossScale",
 }
-# Arguments of Flax's DynamicScale, and what they are called here.
+# Arguments of Flax's DynamicScale, and their names here.
 DYNAMIC_SCALE = {
     "backoff_factor": "backoff_factor",
     "fin_steps": "counter",
@@ -124,7 +124,7 @@ class Names(cst.CSTTransformer):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a module as a whole says of its names.
+    """Facts about the names of a whole module.
 
     Args:
         foreign: packages called `jmp` or `mpx` that are others, with the names that they share.
@@ -133,7 +133,7 @@ class Facts:
         flax: whether Flax is imported.
         scales: whether Flax's DynamicScale is imported, and each use of it is known.
         uncertain: whether Flax's DynamicScale is imported, and some use of it is not known.
-        words: what is given a DynamicScale somewhere: `ds` of `self.ds = DynamicScale()`.
+        words: those that a DynamicScale is assigned to: `ds` of `self.ds = DynamicScale()`.
         strings: the names within strings that are Python, such as annotations.
         names: all names that are not words of attributes, arguments or imports, by their text.
         assigns: all assignments.
@@ -167,7 +167,7 @@ class Uses(Names):
         self._assigns: list[cst.Assign] = []
 
     def facts(self) -> Facts:
-        """Returns what was found."""
+        """Returns the facts."""
         known = {
             package: sorted(name for name in names if new_name(name))
             for package, names in self._names.items()
@@ -270,7 +270,7 @@ class Uses(Names):
         if node.value not in ("jmp", "jmpx"):
             return
         parent = self.get_metadata(ParentNodeProvider, node)
-        # What a `case` binds is no assignment to libcst.
+        # To libcst, a name that a `case` binds is no assignment.
         is_case = isinstance(parent, cst.MatchAs | cst.MatchStar | cst.MatchMapping)
         plain = not is_case and self.is_use(node) and self.imported(node) == node.value
         if node.value == "jmpx":
@@ -318,7 +318,8 @@ def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-# Which uses of a variable each of its definitions reaches
+# The uses of a variable that each of its definitions reaches.
+
 
 _Assigns = dict[cst.CSTNode, cst.Assign]
 _BLOCKS = (cst.Module, cst.IndentedBlock, cst.SimpleStatementLine, cst.SimpleStatementSuite)
@@ -335,8 +336,8 @@ class Definitions(Names):
     def uses_of(self, name: str, scope: Scope) -> dict[cst.Assign, list[cst.Name]]:
         """Returns the uses of each definition of a name; empty if one of them is not certain.
 
-        Certain is a use behind a definition in the same block or in one around it, with no other
-        definition that may run in between. A function inside may use a name with one definition.
+        A use is certain after a definition in the same block or in one around it, if no other
+        definition may run in between. A function inside may use a name with one definition.
         """
         names = [each for each in self._names.get(name, ()) if self._binds(each, scope)]
         targets: dict[cst.Name, cst.Assign] = {}

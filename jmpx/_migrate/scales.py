@@ -64,7 +64,7 @@ class Scales(Marks):
         return False
 
     def _of_gradients(self, call: cst.BaseExpression) -> bool | None:
-        """Returns None for a call of what some `value_and_grad` returned."""
+        """Returns None for a call of a function that some `value_and_grad` returned."""
         if not isinstance(call, cst.Call):
             return False
         if m.matches(call.func, _VALUE_AND_GRAD):
@@ -129,10 +129,10 @@ class Scales(Marks):
             args.insert(0, cst.Arg(cst.parse_expression("2.0**16")))
         return updated.with_changes(args=args)
 
-    # Its value_and_grad
+    # The edit of `value_and_grad`.
 
     def visit_Module(self, node: cst.Module) -> None:
-        """Finds the calls of which each use is unpacked into four, at once or by a name."""
+        """Finds the calls whose results are all unpacked into four, at once or by a name."""
         if not self._facts.scales:
             return
         definitions: set[tuple[str, Scope]] = set()

@@ -1,4 +1,4 @@
-"""The arrays of a call, and its batch as micro-batches."""
+"""The arrays of a call: parameters, gradients, and the micro-batches of `jmpx.Batch`."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def split_arrays(
 ) -> tuple[list[jax.Array], Merge]:
     """Takes the arrays out of a pytree; returns them, and a function that puts such a list back.
 
-    The other leaves are then those of the tree, or for `others=None` None.
+    Other leaves are as in the tree, or None with `others=None`.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     indices = [index for index, leaf in enumerate(leaves) if is_wanted(leaf)]
@@ -58,10 +58,8 @@ def split_parameters(args: Sequence[PyTree]) -> tuple[list[jax.Array], Merge]:
         )
     found = split_arrays(args[0], is_inexact_array)
     if not found[0]:
-        first = args[0]
-        got = (
-            spell(first) if is_array(first) or not jax.tree.leaves(first) else type(first).__name__
-        )
+        first, name = args[0], type(args[0]).__name__
+        got = spell(first) if is_array(first) or not jax.tree.leaves(first) else name
         raise TypeError(
             "Expected floating or complex arrays to differentiate in the first positional "
             f"argument, got {got} without any: pass the parameters first."
@@ -72,13 +70,12 @@ def split_parameters(args: Sequence[PyTree]) -> tuple[list[jax.Array], Merge]:
 def paths_of(tree: PyTree) -> list[str]:
     """Returns the paths of the differentiable arrays of a pytree, for error messages."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [
-        jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)
-    ]
+    paths = [path for path, leaf in leaves if is_inexact_array(leaf)]
+    return [jax.tree_util.keystr(path) or "array" for path in paths]
 
 
 def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
-    """Returns the option `grad_dtype` as a dtype; None stands for that of each parameter."""
+    """Returns the option `grad_dtype` as a dtype; None stands for the dtype of each parameter."""
     if dtype is None:
         return None
     dtype = as_dtype(dtype, " in grad_dtype")
@@ -92,8 +89,8 @@ def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
 
 def widened(params: list[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
     """Returns parameters in a dtype in which their gradients are not rounded below `dtype`."""
-    # A gradient has the dtype of its parameter, so that parameters are widened, which rounds
-    # nothing, before the policy casts them.
+    # A gradient has the dtype of its parameter. Widening rounds nothing, and the policy casts
+    # after.
     if dtype is None:
         return params
     check_enabled(dtype)
@@ -281,8 +278,8 @@ def _check_arrays(
 
 def _deal_out(array: jax.Array, count: int) -> jax.Array:
     """Returns an array of shape (parts, examples in each, ...): every `count`-th example a part."""
-    # Parts of examples in a row would be on a few of the devices that a batch is split over. By
-    # stride, each device has its share of each part already, so that nothing is sent.
+    # Consecutive examples are on few of the devices that a batch is split over. By stride, each
+    # device has its share of each part already, and sends nothing.
     each = array.shape[0] // count
     shape = (each, count, *array.shape[1:])
     sharding = jax.typeof(array).sharding
@@ -298,8 +295,8 @@ def _deal_out(array: jax.Array, count: int) -> jax.Array:
 
 def _check_keywords(keywords: Mapping[str, PyTree]) -> None:
     """Refuses keyword arguments with arrays that have an axis, which may be one of examples."""
-    # A whole batch beside a part of it would broadcast in silence where the part is one example.
-    # The length of the axis tells nothing: a table may have as many rows as there are examples.
+    # A whole batch beside a part of one example would broadcast silently. The length of the axis
+    # tells nothing: a table may have as many rows as there are examples.
     for name, value in keywords.items():
         for leaf in jax.tree.leaves(value, is_leaf=is_whole):
             if is_traceable(leaf) and leaf.ndim:
@@ -310,37 +307,19 @@ def _check_keywords(keywords: Mapping[str, PyTree]) -> None:
                 )
 
 
-# Gradients summed over the micro-batches of a batch, in float32.
+# Gradients of micro-batches, summed in float32.
 
 
 class Backward(NamedTuple):
-    """The result of a forward and a backward pass, or of those of all micro-batches together."""
+    """The result of a forward and a backward pass, or of all passes over micro-batches."""
 
     value: jax.Array  # the unscaled loss
-    aux: PyTree  # what the function returned besides its loss and its model state
+    aux: PyTree  # without the model state
     state: PyTree  # the model state after the pass
     grads: list[jax.Array]  # the scaled gradients, in float32 or wider
 
 
-BackwardT: TypeAlias = Callable[..., Backward]
 Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # sums of gradients, and state
-
-
-def of_arrays(run: BackwardT) -> tuple[BackwardT, Callable[[Backward], Backward]]:
-    """Returns a function whose aux and state are arrays alone, and what puts the rest back in."""
-    merges: list[Merge] = []
-
-    def run_on_arrays(*args: PyTree) -> Backward:
-        result = run(*args)
-        (aux, merge_aux), (state, merge_state) = map(split_arrays, (result.aux, result.state))
-        merges[:] = [merge_aux, merge_state]
-        return result._replace(aux=aux, state=state)
-
-    def put_back(result: Backward) -> Backward:
-        merge_aux, merge_state = merges
-        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
-
-    return run_on_arrays, put_back
 
 
 def accumulate(
@@ -355,13 +334,15 @@ def accumulate(
     part starts from the state that the one before it left, of which only arrays change.
     """
     arrays, merge = split_arrays(state)
-    run, put_back = of_arrays(run)
+    merges: list[Merge] = []  # of aux; a loop returns only arrays
 
     def body(carry: Carry, part: Sequence[jax.Array]) -> tuple[Carry, tuple[jax.Array, PyTree]]:
         totals, arrays = carry
         one = run(merge(arrays), part)
         totals = [t + grad.astype(t.dtype) for t, grad in zip(totals, one.grads, strict=True)]
-        return (totals, one.state), (one.value, one.aux)
+        aux, merge_aux = split_arrays(one.aux)
+        merges[:] = [merge_aux]
+        return (totals, split_arrays(one.state)[0]), (one.value, aux)
 
     totals = [_like(param) for param in params]
     first = [part[0] for part in parts]
@@ -374,7 +355,7 @@ def accumulate(
 
     (totals, arrays), (values, aux) = jax.lax.scan(step, (totals, arrays), list(parts))
     grads = [total / len(values) for total in totals]
-    return put_back(Backward(values.mean(), aux, arrays, grads))._replace(state=merge(arrays))
+    return Backward(values.mean(), merges[0](aux), merge(arrays), grads)
 
 
 def _like(param: jax.Array) -> jax.Array:
@@ -388,7 +369,7 @@ def _like(param: jax.Array) -> jax.Array:
 def _settled(
     advance: Callable[[list[jax.Array]], list[jax.Array]], arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """Makes state vary along the axes along which a step makes it vary, as a loop demands."""
+    """Makes state vary along the axes along which a step makes it vary: a loop demands that."""
     while arrays and tracked_axes():
         results = jax.make_jaxpr(advance)(arrays).out_avals
         before = [varying_axes(array) for array in arrays]

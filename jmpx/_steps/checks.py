@@ -1,4 +1,4 @@
-"""Checks of what the functions of a train step are given: errors and warnings."""
+"""Errors and warnings about the arguments of the functions of a train step."""
 
 import functools
 import warnings
@@ -30,7 +30,7 @@ from jmpx._storage.low_precision_params import (
     name_of,
 )
 
-# By then a scale of 2**24 has been at its floor of 1 for half of the time.
+# After so many skips, a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
 _OUTERMOST = "make it the outermost one, as in skip_nonfinite(optax.MultiSteps(optimizer, n))"
 _NNX_CALL = "jmpx.optimizer_update(model, optimizer, grads=grads, grads_finite=grads_finite)"
@@ -144,7 +144,7 @@ def warn_of_views(tree: PyTree) -> None:
     """Warns if a pytree is or holds a view of a module, whose parameters are rounded."""
     view = next(filter(is_view, jax.tree.leaves(tree, is_leaf=is_view)), None)
     if view is not None:
-        _warn(
+        warn(
             f"Expected the model, got a view of its {type(view).__name__}, whose parameters may "
             "be rounded to 16 bits, and would stay so: give the policy to the gradient function, "
             "and the model itself to the optimizer."
@@ -152,7 +152,7 @@ def warn_of_views(tree: PyTree) -> None:
 
 
 def warn_of_inner_counts(state: PyTree, skips: bool) -> None:
-    """Warns if transformations around `skip_nonfinite` hide it, or would keep what it skips.
+    """Warns if transformations around `skip_nonfinite` hide it, or would keep an overflow.
 
     `skips` is whether `optimizer_update` may skip the step itself.
     """
@@ -160,13 +160,13 @@ def warn_of_inner_counts(state: PyTree, skips: bool) -> None:
         return
     sums = dict(_seen_before_counts(state))
     if sums and not skips:
-        _warn(
+        warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, which may "
             f"sum up gradients before it sees them, where one overflow stays: {_OUTERMOST}."
         )
     elif skips:
         alone = ", or let it skip alone by optimizer_update(..., grads_finite=True)"
-        _warn(
+        warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, which "
             "does not count the steps that optimizer_update skips: make it the outermost one, as "
             f"in skip_nonfinite(optax.chain(...)){'' if sums else alone}."
@@ -174,7 +174,7 @@ def warn_of_inner_counts(state: PyTree, skips: bool) -> None:
 
 
 def warn_of_kept_overflow(state: PyTree) -> None:
-    """Warns if transformations around `skip_nonfinite` hold what is not finite, and so keep it.
+    """Warns if transformations around `skip_nonfinite` hold, and so keep, non-finite numbers.
 
     `state` is any pytree. Those transformations are in the same tuple as the `skip_nonfinite`.
     """
@@ -182,7 +182,7 @@ def warn_of_kept_overflow(state: PyTree) -> None:
     arrays = [each for node in filter(_holds_counts, tuples) for each in _seen_before_counts(node)]
     name = next((name for name, array in arrays if not all(map(all_finite, parts(array)))), None)
     if name is not None:
-        _warn(
+        warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, whose "
             f"{name} is no longer finite, so that no later step may be: {_OUTERMOST}, and start "
             "again from a finite state."
@@ -190,23 +190,23 @@ def warn_of_kept_overflow(state: PyTree) -> None:
 
 
 def parts(array: Array | complex) -> list[Any]:
-    """Returns an array, or of one over several processes each part that this process holds."""
+    """Returns an array; of one over several processes, the parts that this process holds."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return [array]
     return [shard.data for shard in array.addressable_shards]
 
 
 def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Array]]:
-    """Yields the paths and floating arrays of what sees gradients before a `skip_nonfinite`.
+    """Yields the paths and floating arrays of states that see gradients before a `skip_nonfinite`.
 
-    These are sums of gradients, as of `optax.MultiSteps`. Scalars are hyperparameters.
+    They are sums of gradients, as in `optax.MultiSteps`. Scalars, hyperparameters, are left out.
     """
     if _is_counting(node):
         return
     held = _holds_counts(node)
     is_part = (lambda part: part is not node) if held else None
     inner = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_part)
-    if type(node) is tuple and held:  # of an `optax.chain`, whose last ones see them afterwards
+    if type(node) is tuple and held:  # an `optax.chain`: those after it see gradients later
         inner = inner[: 1 + max(i for i, (_, part) in enumerate(inner) if _holds_counts(part))]
     for key, part in inner:
         name = path + jax.tree_util.keystr(key)
@@ -219,7 +219,7 @@ def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Arr
 def warn_of_later_steps(state: PyTree) -> None:
     """Warns if an `optax.chain` changes updates of parameters that are rounded already."""
     if _has_later_steps(state):
-        _warn(
+        warn(
             "Got an optax.chain with transformations after jmpx.optim.low_precision_params, which "
             "change the updates of parameters that it has rounded: put them inside, as in "
             "low_precision_params(optax.chain(...), ...)."
@@ -228,12 +228,9 @@ def warn_of_later_steps(state: PyTree) -> None:
 
 def _has_later_steps(state: PyTree) -> bool:
     is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
+    is_low = lambda node: isinstance(node, LowPrecisionParamsState)  # noqa: E731
     chains = filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain))
-    return any(_holds(chain[:-1], _is_low) or _has_later_steps(chain[-1]) for chain in chains)
-
-
-def _is_low(node: object) -> bool:
-    return isinstance(node, LowPrecisionParamsState)
+    return any(_holds(chain[:-1], is_low) or _has_later_steps(chain[-1]) for chain in chains)
 
 
 def _is_counting(node: object) -> bool:
@@ -247,6 +244,6 @@ def _holds(tree: PyTree, is_one: Callable[[object], bool]) -> bool:
 _holds_counts = functools.partial(_holds, is_one=_is_counting)
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """Warns at the line that calls the function whose arguments are checked."""
     warnings.warn(message, stacklevel=user_stacklevel("jax"))

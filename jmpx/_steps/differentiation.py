@@ -1,4 +1,4 @@
-"""What a gradient function does when it is called: passes, means, one check, one loss scale."""
+"""A call of a gradient function: passes, means, one check, one loss scale."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application
+from jmpx._adapters.applying import Application, State
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
-from jmpx._base.stateful import Changes, PureFunction
+from jmpx._base.stateful import Arguments, Changes, Keywords, PureFunction
 from jmpx._base.trees import (
     PyTree,
     all_finite,
@@ -20,7 +20,7 @@ from jmpx._base.trees import (
     spell,
 )
 from jmpx._devices.gather import unscaled_mean
-from jmpx._devices.shards import Over, Parameters, find_exchanges, read_mask
+from jmpx._devices.shards import Axes, Over, Parameters, find_exchanges, read_mask
 from jmpx._jaxprs.passed_on import without_passed_on
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.batches import (
@@ -37,16 +37,12 @@ from jmpx._steps.options import Options, ValueAndGradients, kept_if_finite
 from jmpx._steps.widening import value_and_wide_gradients
 
 R = TypeVar("R")
-Axes = frozenset[Hashable]
-State = list[PyTree]  # of the NNX objects among the arguments
-Arguments = tuple[PyTree, ...]
-Keywords = dict[str, PyTree]
 
 
 def differentiate(
     options: Options, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords
 ) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
-    """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
+    """Computes a loss and its gradients; returns them, and the changes of NNX objects."""
     stored, merge = split_parameters(args)
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     options.check_overwritten(args[0])
@@ -85,8 +81,8 @@ class _Call(NamedTuple):
     ) -> tuple[Backward, list[jax.Array] | None, tuple[Hashable, ...]]:
         """Returns the mean value and gradients over micro-batches and over an axis.
 
-        Beside it are arrays that are finite if all gradients are and cost less to check, or None,
-        and the axes along which devices still have to agree on that.
+        Second are arrays that cost less to check than the gradients and are finite if these are, or
+        None; third the axes along which devices still have to agree on that.
         """
         options, over = self.options, self.options.over
         shards = _Shards(self.merge(params), over)
@@ -105,7 +101,7 @@ class _Call(NamedTuple):
         mean = backward._replace(value=value, grads=grads)
         if over is not None:
             return mean, None, shards.disagreeing(grads, value)
-        # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
+        # Unscaling by 1 or more keeps finite gradients finite: the scaled ones can be checked.
         return mean, backward.grads if is_at_least_1(options.scaling) else None, ()
 
     def accumulate(
@@ -143,8 +139,8 @@ class _Call(NamedTuple):
             new, aux = options.model_state.split(aux, old)
             if options.batch.microbatches > 1:
                 options.model_state.check(new, old)
-            # Gradients are averaged: each device differentiates a loss of its own, because the
-            # gradient of a common one would be this device's part of it alone.
+            # Each device differentiates its own loss, and the gradients are averaged. The gradient
+            # of a common loss would be this device's part of it alone.
             value = vary([at_least_float32(value)], shards.axes)[0]
             return options.scaling.scale(value), (value, aux, (updates, new))
 
@@ -157,7 +153,7 @@ class _Call(NamedTuple):
 
 
 class _Shards:
-    """Which parameters are shards, as far as it is known: the first pass sets `found`."""
+    """Which parameters are shards; the first pass sets `found`."""
 
     def __init__(self, model: PyTree, over: Over | None) -> None:
         self.axes: tuple[Hashable, ...] = ()
@@ -183,8 +179,8 @@ class _Shards:
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
         """Returns the axes along which devices share a loss, but not their gradients."""
-        # Devices also share what their losses read of each other's parameters along axes that are
-        # not averaged over, as in tensor parallelism.
+        # Losses also read parameters of other devices along axes that are not averaged over, as in
+        # tensor parallelism.
         varying = frozenset[Hashable]().union(*map(varying_axes, grads))
         tracked = tracked_axes()
         others = {axis for axis in self.shared_over.difference(self.axes) if is_mapped(axis)}

@@ -6,7 +6,7 @@ from typing import Literal, ParamSpec, TypeVar, overload
 
 from jax.typing import ArrayLike
 
-from jmpx._adapters.function_casts import UncastLike
+from jmpx._adapters.applying import UncastLike
 from jmpx._base.axes import AxisName
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.stateful import call

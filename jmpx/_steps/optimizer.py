@@ -1,4 +1,4 @@
-"""Optimizer steps that are skipped where gradients are not finite."""
+"""Optimizer steps, which are skipped and counted if gradients are not finite."""
 
 import functools
 from collections.abc import Callable
@@ -40,6 +40,9 @@ T = TypeVar("T")
 SkipBy: TypeAlias = Literal["cond", "where"]
 
 
+# A step is taken or skipped: by a selection, or by a `lax.cond`.
+
+
 class _TypesDiffer(Exception):
     """A `lax.cond` cannot take or skip this step: its branches would have different types."""
 
@@ -49,14 +52,14 @@ def take_or_keep(
 ) -> T:
     """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
 
-    `keep` reads only shapes and dtypes of its argument. A `lax.cond` needs branches of one type:
-    "where" is taken if their types differ, because the state holds a Python number or because the
-    flag varies over the devices of a `jax.shard_map`. Some optimizers widen their state at the
-    first step: a skipped step widens it, too.
+    `keep` reads only shapes and dtypes of its argument. A `lax.cond` needs branches of one type. If
+    types differ, "where" is used: the state holds a Python number, or the flag varies over the
+    devices of a `jax.shard_map`. An optimizer may widen its state at the first step, also a skipped
+    one.
 
-    Where `skip_by` is None, a `lax.cond` selects inside of the branch that takes the step, and the
-    platform that the program is compiled for makes one of the two flags a constant: that of the
-    selection on a CPU, and that of the `lax.cond` on any other, whose compilers then remove it.
+    With `skip_by=None`, the branch of a `lax.cond` that takes the step also selects, and the
+    platform makes one of the two flags constant: the flag of the selection on a CPU, that of the
+    `lax.cond` elsewhere, where compilers then remove the `lax.cond`.
     """
     if grads_finite is True:
         return take()
@@ -93,7 +96,7 @@ def _always(flag: jax.Array) -> jax.Array:
 def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], T]) -> T:
     """Takes or skips a step by a `lax.cond`, whose branches compare their types as JAX traces them.
 
-    A trace of the step before, for its types alone, would take as long as the step itself.
+    To trace the step before, for its types alone, would take as long again.
     """
     news: list[tuple[PyTree, list[jax.core.ShapedArray | None]]] = []
 
@@ -136,16 +139,11 @@ def _type_of(leaf: PyTree) -> jax.core.ShapedArray | None:
     return aval.update(weak_type=False) if aval is not None and aval.weak_type else aval
 
 
-# A step of an `nnx.Optimizer`, which holds its own state: it and the model change in place.
+# The step of an `nnx.Optimizer`, which holds its own state: it and the model change in place.
 
 
 # Takes a step: of parameters, an optax optimizer, its state and gradients, without variables.
 Step = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-
-
-def is_nnx_optimizer(optimizer: object) -> bool:
-    """Whether `optimizer` is an `nnx.Optimizer`."""
-    return nnx() is not None and isinstance(optimizer, nnx().Optimizer)
 
 
 def updated_in_place(
@@ -176,7 +174,7 @@ def updated_in_place(
     set_value(optimizer.step, count + as_flag(grads_finite, "grads_finite").astype(count.dtype))
 
 
-# Optimizer steps that are skipped when gradients are not finite.
+# `jmpx.skip_nonfinite` and `jmpx.optimizer_update`.
 
 
 if TYPE_CHECKING:
@@ -202,9 +200,7 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    optimizer: "optax.GradientTransformation | optax.MultiSteps",
-    *,
-    skip_by: SkipBy = "where",
+    optimizer: "optax.GradientTransformation | optax.MultiSteps", *, skip_by: SkipBy = "where"
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
@@ -376,7 +372,7 @@ def optimizer_update(
     """
     if skip_by is not None:
         check_skip_by(skip_by)
-    of_nnx = is_nnx_optimizer(optimizer)
+    of_nnx = nnx() is not None and isinstance(optimizer, nnx().Optimizer)
     check_optimizer_arguments(of_nnx, optimizer_state, grads, grads_finite)
     warn_of_views(model)
 
@@ -409,7 +405,7 @@ def _stepped(
         if not counts:
             refuse_state(state)
         inner, inner_state = skipping.inner, state.inner_state
-    elif counts:  # Functions around those of `skip_nonfinite` hide it: it skips by itself.
+    elif counts:  # a wrapper hides `skip_nonfinite`, which then skips by itself
         extra_args, grads_finite = {**extra_args, "grads_finite": grads_finite}, True
     else:
         warn_of_inner_counts(state, skips=grads_finite is not True)

@@ -1,20 +1,18 @@
-"""What a gradient function is made with, and what it returns."""
+"""Gradient functions: their model state, their checked arguments, and their results."""
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application
-from jmpx._adapters.function_casts import UncastArguments, UncastLike
+from jmpx._adapters.applying import Application, UncastArguments, UncastLike
 from jmpx._base.axes import AxisName, varying_axes
 from jmpx._base.contexts import may_be_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel
+from jmpx._base.messages import check_runs_at_once, describe
 from jmpx._base.trees import (
     PyTree,
     can_replace,
@@ -33,9 +31,12 @@ from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.strings import MixedPrecisionLike
 from jmpx._steps.batches import Batch, as_grad_dtype, numbers_of, paths_of, split_batch
-from jmpx._steps.checks import check_loss_scale, check_whole
+from jmpx._steps.checks import check_loss_scale, check_whole, warn
 
-_ALL = "state"  # the rest of an aux that is the state and nothing else
+# Model state: an argument whose new value a function returns in its aux.
+
+
+_ALL = "state"  # the rest of an aux that is the state alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class ModelState:
                 f"Cannot find the model state at argument {self.argnum}, as state_argnum says, in "
                 f"a call with {len(args)} positional arguments: pass it by position."
             )
-        # It is a copy: a `State` of Equinox cannot be read after the function has set it.
+        # A copy, because a `State` of Equinox cannot be read after the function has set it.
         return jax.tree.map(
             lambda leaf: jnp.asarray(leaf) if is_traceable(leaf) else leaf, args[self.argnum]
         )
@@ -120,8 +121,8 @@ def _alike(new: PyTree, old: PyTree) -> bool:
 def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns new model state, but the old one where the gradients are not finite.
 
-    What cannot be selected stays new: a leaf that is not an array, whose shape or dtype has
-    changed, or that has become the same on all devices.
+    A leaf stays new where there is no choice: it is no array, its shape or dtype has changed, or it
+    has become the same on all devices.
     """
 
     def keep(new: PyTree, old: PyTree) -> PyTree:
@@ -129,7 +130,7 @@ def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             return new
         if not varying_axes(old) <= varying_axes(new):
             return new
-        # What all devices share would differ where each of them has a flag of its own.
+        # Devices with their own flags would select different values of a shared array.
         axes = tuple(sorted(varying_axes(finite) - varying_axes(new), key=str))
         place = jax.typeof(new).sharding
         if jax.typeof(old).sharding.spec != place.spec:  # on an Explicit mesh
@@ -139,7 +140,7 @@ def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(keep, new, old, is_leaf=is_none)
 
 
-# What a gradient function is made with, checked, and what it returns.
+# The arguments of `value_and_grad` and `grad`, checked.
 
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # a collection of Flax
@@ -150,7 +151,7 @@ ScalingT = TypeVar("ScalingT", bound=LossScale)
 
 
 class Options:
-    """What a gradient function was made with, checked."""
+    """The arguments of a gradient function, checked."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class Options:
         self.model_state = ModelState.of(state_argnum, has_aux)
 
     def applied(self) -> Application:
-        """Returns what runs `func` in one call."""
+        """Returns the application for one call; warns if it needs a loss scale."""
         _warn_of_no_scale(self.applying.policy_map, self.scaling)
         return self.applying
 
@@ -220,7 +221,7 @@ class Options:
         narrow = sum(p.size for p, is_narrow in zip(params, found, strict=True) if is_narrow)
         share = 100 * narrow / max(1, sum(p.size for p in params))
         first = found.index(True)
-        _warn(
+        warn(
             f"The gradient function differentiates parameters that are stored in less than 32 bits,"
             f" {share:.3g} % of all, such as {spell(params[first])} at {paths_of(model)[first]}, "
             f"where its policy says params={dtype_name(policy_map.default.param_dtype)}: small "
@@ -266,19 +267,14 @@ def _warn_of_no_scale(policy_map: PolicyMap, scaling: LossScale) -> None:
         return
     rules = () if policy_map.way == "arguments" else policy_map.rules
     if jnp.float16 in {policy_map.default.compute_dtype, *(rule.compute for rule in rules)}:
-        _warn(
+        warn(
             "The gradient function computes in float16 without a loss scale, so that gradients "
             "below 2**-24 become 0: give it jmpx.DynamicLossScale() and carry that from step to "
             "step, compute in bfloat16, or write jmpx.StaticLossScale(1) if this is intentional."
         )
 
 
-def _warn(message: str) -> None:
-    """Warns at the line of the user that calls or makes the gradient function."""
-    warnings.warn(message, stacklevel=user_stacklevel("jax"))
-
-
-# What gradient functions return
+# The results of gradient functions.
 
 
 @serialized

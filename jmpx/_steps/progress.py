@@ -1,4 +1,4 @@
-"""Counts of skipped steps: on the host, and for a logger."""
+"""Counts of non-finite numbers and of skipped steps: checked on the host, or for a logger."""
 
 import functools
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def _count(leaf: Leaf) -> NonfiniteCounts:
 
 
 def _sum(flags: jax.Array) -> jax.Array:
-    """Counts flags in int32, in which the counts of large arrays end at its largest numbers."""
+    """Counts flags in int32; counts of larger arrays end near its largest number."""
     if flags.size <= LARGEST_COUNT:
         return flags.sum(dtype=jnp.int32)
     return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
@@ -156,7 +156,7 @@ def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
     """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them."""
     found: list[PyTree] = []
 
-    def visit(node: object) -> bool:  # With all leaves and paths it would take longer.
+    def visit(node: object) -> bool:  # as `is_leaf`: faster than a map of all leaves with paths
         if isinstance(node, tuple):
             found.append(getattr(node, name, None))
         elif not is_array(node) and isinstance(node, Mapping):  # a checkpoint, an `nnx.State`
@@ -169,14 +169,14 @@ def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
 
 
 def _named(grads: PyTree) -> str:
-    """Returns what a message says of gradients: the first three that are not finite here."""
+    """Returns the part of a message that names the first three gradients that are not finite."""
     leaves = _inexact_leaves(grads).items()
     bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, parts(leaf)))]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return f", and infinities or NaN in {', '.join(bad[:3])}{more}" if bad else ""
 
 
-# What a logger plots of a mixed-precision run: its loss scale, and the steps that it skipped.
+# Scalars for a logger: the loss scale, and the skipped steps.
 
 
 def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> dict[str, jax.Array]:
@@ -225,7 +225,7 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
 
 
 def _factor_of(loss_scale: LossScale) -> jax.Array:
-    """Returns the factor of any loss scale, by what it makes of 1; of a stack the smallest."""
+    """Returns the factor of any loss scale, as it scales 1; the smallest of a stack."""
     one_scale = jax.tree.map(lambda x: x.min() if jnp.ndim(x) else x, loss_scale)
     return jnp.asarray(one_scale.scale(jnp.ones((), jnp.float32)), jnp.float32)
 

@@ -1,10 +1,10 @@
-"""Gradients that nothing rounds to 16 bits on their way, by a pass over the program of a gradient.
+"""Gradients that are not rounded to 16 bits on their way, by a pass over a gradient's program.
 
 The gradient of a float32 parameter that was cast to bfloat16 leaves its product, whose sums are in
-float32, rounded to bfloat16, and is widened after. Devices, micro-batches and the turns of a loop
-then add up rounded numbers. The pass starts at the gradients and goes backwards: what they alone
-are made of becomes float32, up to the products, which hand out their float32 sums as they are. No
-operand of a product changes, and neither does what anything else reads, such as the loss.
+float32, rounded to bfloat16, and is widened later. Devices, micro-batches and turns of a loop then
+add up rounded numbers. The pass goes backwards from the gradients: values that only they depend on
+become float32, up to the products, which return their float32 sums. Operands of products, and
+values that anything else reads, such as the loss, do not change.
 """
 
 import functools
@@ -36,17 +36,18 @@ Flags = tuple[bool, ...]
 
 # A sum of 16-bit numbers that other operations read, too, as the gradient of a bias is, stays in
 # 16 bits if it reads more bytes than this in float32, on each device of the mesh that is set here:
-# compilers may write them to memory. (Those of 32,000 logits cost 640 MiB on a TPU v5e.)
+# compilers may write them to memory. (Sums of 32,000 logits cost 640 MiB on a TPU v5e.)
 LARGEST_SUM = 2**28
 
 _CAST, _BARRIER = "convert_element_type", "optimization_barrier"
 _FLOAT32 = np.dtype(np.float32)
 # A gradient of 8 bits is meant to be so: it was scaled for them.
 _NARROW = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
-# Sums of gradients: an operand that is rounded already is a loss, that of another sum is not.
+# Sums of gradients: an operand that was rounded before is marked as a loss; in other sums it is
+# not.
 _OF_GRADIENTS = frozenset("add add_any sub neg reduce_scatter".split())
 _SUMS = _OF_GRADIENTS | frozenset("reduce_sum cumsum scatter_add mul div".split())
-# Each result of these is made of the operand at its place.
+# Each result of these depends on the operand at the same position.
 _EACH = frozenset({_BARRIER, "psum", "psum_invariant"})
 _MOVES = (IDENTITIES - {_BARRIER, "stop_gradient", "device_put"}) | PLACEMENTS | RESHAPES
 _MOVES |= PICKS | JOINS | frozenset("select_n all_gather all_to_all ppermute".split())
@@ -63,9 +64,9 @@ _NUMBERS = {
 def value_and_wide_gradients(
     run: Callable[[list[jax.Array]], tuple[jax.Array, PyTree]], params: list[jax.Array]
 ) -> tuple[tuple[jax.Array, PyTree], list[jax.Array]]:
-    """Returns what `jax.value_and_grad(run, has_aux=True)` does, with gradients of float32 numbers.
+    """Returns the result of `jax.value_and_grad(run, has_aux=True)`, with gradients in float32.
 
-    They are in float32 where they were narrower. The loss is not traced: only its derivative is.
+    Wider gradients keep their dtype. Only the derivative is traced, not the loss.
     """
     value, pullback, aux = jax.vjp(run, params, has_aux=True)
     (one,) = vary([jnp.ones_like(value)], varying_axes(value))
@@ -77,12 +78,12 @@ def value_and_wide_gradients(
     return (value, aux), grads
 
 
-# What may be wide.
+# Which variables may be float32.
 
 
 @once_per_jaxpr
 def _demanded(jaxpr: Jaxpr, outs: Flags) -> tuple[frozenset[Atom], Flags]:
-    """Returns the variables that marked results alone are made of, and which inputs are such."""
+    """Returns the variables on which only marked results depend, and which inputs are such."""
     read, refused = set[Atom](), set[Atom]()
 
     def note(atoms: Sequence[Atom], flags: Sequence[bool]) -> None:
@@ -116,7 +117,7 @@ def _accepted(eqn: Equation, outs: Flags) -> Sequence[bool]:
 
 
 def _numbers(eqn: Equation) -> frozenset[int]:
-    """Returns the operands whose numbers the results of a sum or a move are made of."""
+    """Returns the operands whose numbers a sum or a move reads."""
     name = core.operation_name(eqn.primitive.name)
     if name not in _SUMS | _MOVES:
         return frozenset()
@@ -133,7 +134,7 @@ def _settled(eqn: Equation, outs: Flags) -> tuple[Flags, Flags]:
     if eqn.primitive.name != "scan":
         return outs, _demanded(jaxpr, outs)[1]
     consts, carry = core.scan_counts(eqn)
-    while True:  # what a trip hands to the next is wide in both or in neither
+    while True:  # a carry is wide as a result and as an operand, or as neither
         ins = _demanded(jaxpr, outs)[1]
         carried = tuple(a and b for a, b in zip(ins[consts:], outs[:carry], strict=False))
         if carried == outs[:carry]:
@@ -141,15 +142,15 @@ def _settled(eqn: Equation, outs: Flags) -> tuple[Flags, Flags]:
         outs = carried + outs[carry:]
 
 
-# The same program, wider.
+# The same program, with these variables in float32.
 
 
 @once_per_jaxpr
 def _rewritten(jaxpr: Jaxpr, outs: Flags, ins: Flags, forced: Flags) -> tuple[Jaxpr | None, Flags]:
-    """Returns a jaxpr in which what marked results are made of is wide; None if it is the same.
+    """Returns a jaxpr whose marked results `outs` are computed in float32; None if nothing changes.
 
-    The inputs of `ins` come in float32, and the results of `forced` leave in it; second, the
-    results that do, which were narrower.
+    The inputs of `ins` come in float32, and the results of `forced` leave in it. Second: which
+    results leave in float32 and were narrower.
     """
     rewriting = _Rewriting(jaxpr, outs, ins)
     for eqn in jaxpr.eqns:
@@ -168,7 +169,7 @@ def _rewritten(jaxpr: Jaxpr, outs: Flags, ins: Flags, forced: Flags) -> tuple[Ja
 
 
 class _Rewriting:
-    """The equations of a jaxpr that is rewritten, and what stands for its variables in them."""
+    """The equations of a jaxpr that is rewritten, and the new variables in place of its own."""
 
     def __init__(self, jaxpr: Jaxpr, outs: Flags, ins: Flags) -> None:
         self.wide, _ = _demanded(jaxpr, outs)
@@ -182,11 +183,11 @@ class _Rewriting:
         ]
 
     def read(self, atom: Atom) -> Atom:
-        """Returns what stands for an operand, in the dtype that it has now."""
+        """Returns the atom in place of an operand, in its new dtype."""
         return atom if core.is_literal(atom) else self.names.get(atom, atom)
 
     def widen(self, atom: Atom, is_gradient: bool) -> Atom:
-        """Returns an operand in float32; of a gradient that was narrower, it says so in a scope."""
+        """Returns an operand in float32; a scope marks the cast of a gradient that was narrower."""
         atom = self.read(atom)
         return self._cast(atom, _FLOAT32, is_gradient) if _is_narrow(atom) else atom
 
@@ -197,7 +198,7 @@ class _Rewriting:
         return new if is_same else self._cast(new, atom.aval.dtype, False)
 
     def add(self, eqn: Equation) -> None:
-        """Adds what stands for an equation."""
+        """Adds the equation in place of another."""
         self.place = eqn
         name = core.operation_name(eqn.primitive.name)
         marks = tuple(var in self.wide for var in eqn.outvars)
@@ -222,7 +223,7 @@ class _Rewriting:
             self._add(eqn, list(map(self.as_it_was, eqn.invars)), eqn.outvars)
 
     def _is_worth_it(self, eqn: Equation, wants: Sequence[bool]) -> bool:
-        """Whether an equation is a move of wide numbers, or a sum, unless that is too large."""
+        """Whether an equation moves wide numbers, or is a sum that is not too large."""
         numbers = [eqn.invars[i] for i in _numbers(eqn)] if all(wants) else []
         if any(_is_narrow(atom) and not _is_narrow(self.read(atom)) for atom in numbers):
             return True
@@ -242,7 +243,7 @@ class _Rewriting:
     def _add_cast(self, eqn: Equation) -> None:
         (atom,), (var,) = eqn.invars, eqn.outvars
         source, dtype = self.read(atom), _FLOAT32 if _is_narrow(var) else var.aval.dtype
-        if _is_narrow(source):  # no rule reaches what made it
+        if _is_narrow(source):  # the equation before it could not be widened
             self.changed |= not _is_narrow(var)
             self._add(eqn if _is_narrow(var) else core.with_scope(eqn, ROUNDED), [source], [var])
         elif source.aval == core.with_dtype(var.aval, dtype):
@@ -309,7 +310,7 @@ class _Rewriting:
         self.eqns.append(eqn)
 
     def _new(self, var: Atom) -> Atom:
-        """Returns the float32 variable that stands for one from now on."""
+        """Returns a float32 variable in place of another from now on."""
         aval = core.with_dtype(var.aval, _FLOAT32) if _is_narrow(var) else var.aval
         self.names[var] = new_variable(aval)
         return self.names[var]
@@ -326,7 +327,7 @@ class _Rewriting:
 
 
 def _devices() -> int:
-    """Returns how many devices share an array of which each has a part, as far as it is known."""
+    """Returns over how many devices an array may be split, as far as it is known."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
@@ -337,7 +338,7 @@ def _is_narrow(atom: Atom) -> bool:
 
 
 def _in_float32(eqn: Equation) -> dict[str, object]:
-    """Returns the parameters of an equation that hold a dtype, for float32."""
+    """Returns the parameters of an equation that depend on the dtype, for float32."""
     if "update_jaxpr" not in eqn.params:
         return {}
     return {"update_jaxpr": _scatter_add().params["update_jaxpr"]}

@@ -1,4 +1,4 @@
-"""What jmpx offers for Equinox besides `with_policies`: other models while a function runs."""
+"""The adapter for Equinox: replaces models by views, or by marked ones, while a function runs."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class _Marker:
         return nodes.map_nodes(lambda node: self._mark(node, "", ()), tree, nodes.is_model)
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
-        """Marks a node, for containers around it, too, which are never called themselves."""
+        """Marks a node; it also stands for containers around it, which are never called."""
         if nodes.keeps_dtype(node) or jax.tree_util.all_leaves([node]):
             return node
         own = Module(plain_class(type(node)), path)
@@ -70,8 +70,8 @@ def _plain(tree: T, made: dict[type, type]) -> T:
 class _Views:
     """Replaces the models in pytrees by views under one policy map; see `Proxies`.
 
-    A train state is no model: a module that holds the state of an optimizer, in which models are
-    looked for. Nor is data, which has no public methods, nor any module in it.
+    A train state, a module that holds the state of an optimizer, is no model, but may hold some.
+    Data is none either: neither it nor any module in it has public methods.
     """
 
     def __init__(self, policy_map: PolicyMap) -> None:
@@ -125,7 +125,7 @@ class _Views:
         return result
 
     def _dtypes(self, cls: type) -> dict[str, np.dtype]:
-        """Returns the dtypes in which modules store their arrays, of which views have a class."""
+        """Returns the stored dtypes, by path, of the arrays in models whose views have a class."""
         dtypes: dict[str, np.dtype] = {}
         for _, stored in (pair for pair in self.scope.replaced.values() if type(pair[0]) is cls):
             for key, leaf in jax.tree_util.tree_leaves_with_path(stored):

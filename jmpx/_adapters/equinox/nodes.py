@@ -1,4 +1,4 @@
-"""What a node of a model is: a module that is called, a container, a bound method, an array."""
+"""Nodes of a model: their kinds (a called module, a container, a bound method), and maps."""
 
 import functools
 from collections.abc import Callable
@@ -19,18 +19,16 @@ _is_subclass = functools.lru_cache(maxsize=4096)(issubclass)
 
 
 def map_children(node: T, path: str, func: Callable[[PyTree, str], PyTree]) -> T:
-    """Returns a node with the results of `func` for each child and its path as the children.
+    """Maps the children of a node; `func` gets each with its path.
 
     A node whose children stay the same objects stays the same object: NNX needs that.
     """
     children, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
-    names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
-    mapped = [
-        func(child, f"{path}/{name}" if path else name)
-        for name, (_, child) in zip(names, children, strict=True)
-    ]
+    prefix = f"{path}/" if path else ""
+    names = [prefix + jax.tree_util.keystr(key, simple=True) for key, _ in children]
+    mapped = [func(child, name) for name, (_, child) in zip(names, children, strict=True)]
     changed = any(new is not old for new, (_, old) in zip(mapped, children, strict=True))
     return treedef.unflatten(mapped) if changed else node
 
@@ -48,7 +46,7 @@ def map_nodes(
         mapped = map_nodes(func, wrapped, is_node)
         return tree if mapped is wrapped else eqx.filter_jit(mapped)
     owner, name = _method(tree)
-    if name is not None:  # its function is that of the class
+    if name is not None:  # a bound method, whose function is of the class
         mapped = map_nodes(func, owner, is_node)
         return tree if mapped is owner else getattr(mapped, name)
     return map_children(tree, "", lambda child, _: map_nodes(func, child, is_node))
@@ -58,7 +56,7 @@ def _method(node: PyTree) -> tuple[PyTree, str | None]:
     """Returns the module of a bound method and the public name of the method, None without one."""
     owner, func = getattr(node, "__self__", None), getattr(node, "__func__", None)
     if isinstance(node, eqx.Partial) and len(node.args) == 1 and not node.keywords:
-        owner, func = node.args[0], node.func  # as that of a method under `equinox.filter_jit`
+        owner, func = node.args[0], node.func  # a bound method of `equinox.filter_jit`
     names = public_methods(type(owner), eqx.Module) if is_module(owner) else ()
     for name in names:
         method = getattr(owner, name)
@@ -95,7 +93,7 @@ def is_called(cls: type) -> bool:
 
 
 def is_model(node: object) -> bool:
-    """Whether it is a module, and no wrapper such as that of `equinox.filter_vmap`."""
+    """Whether a node is a module, and no wrapper such as `equinox.filter_vmap` makes."""
     return is_module(node) and not is_internal(type(node))
 
 

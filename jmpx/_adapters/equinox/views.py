@@ -88,11 +88,11 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
 
 
 class _Around(NamedTuple):
-    """What surrounds a node of a model."""
+    """The surroundings of a node of a model."""
 
     surrounding: Policy | None = None  # of calls of the modules in the node
-    inner: Policy | None = None  # casts leaves; another one in a container that is never called
-    selected: Selected | None = None  # what a rule makes of `dtype` fields
+    inner: Policy | None = None  # casts leaves; differs in a container that is never called
+    selected: Selected | None = None  # by a rule, for `dtype` fields
 
 
 _OUTSIDE = _Around()
@@ -103,9 +103,9 @@ class EquinoxScope(PolicyScope):
 
     def __init__(self, policy_map: PolicyMap | None) -> None:
         super().__init__(_NAME, policy_map)
-        self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are
-        # By the identities of nodes of views: they, which are kept so that no others get these, and
-        # the nodes of the models in whose place they are.
+        self.made: dict[type, type] = {}  # proxy classes, and the classes that they replace
+        # Nodes of views, and the nodes of models that they replace, by the identities of the first,
+        # which are kept so that no other object gets them.
         self.replaced: dict[int, tuple[PyTree, PyTree]] = {}
 
     def view(self, node: PyTree, path: str = "", around: _Around = _OUTSIDE) -> PyTree:
@@ -143,7 +143,7 @@ class EquinoxScope(PolicyScope):
         return self.replace(module, view)
 
     def replace(self, old: PyTree, new: T) -> T:
-        """Notes a node of the view, and the node of the model in whose place it is."""
+        """Notes a node of the view, and the node of the model that it replaces."""
         if new is not old:
             self.replaced[id(new)] = new, old
         return new
@@ -151,14 +151,14 @@ class EquinoxScope(PolicyScope):
     def module_policies(
         self, module: eqx.Module, path: str, around: _Around
     ) -> tuple[Policy | None, Policy | None]:
-        """Returns the policy that is given to a module, and the one that holds in it alone.
+        """Returns the policy given to a module, and the one that holds in it alone.
 
-        Both are None if it has only those of the nodes around it.
+        Both are None if the module has only the policies around it.
         """
         cls, (surrounding, inner, _) = plain_class(type(module)), around
         rule, policy = self.policies_of(cls, path, surrounding)
         if inner is not surrounding and rule is None:
-            policy = inner  # a container hands its policy on
+            policy = inner  # of a container
         if policy is None and surrounding is not None and issubclass(cls, _INHERITING):
             policy = inherited_policy(surrounding)
         if policy is not None:
@@ -179,7 +179,7 @@ class _Proxy:
 
 
 class _HiddenPostInit:
-    """A `__post_init__` that an instance has, as before, and its class has not."""
+    """A `__post_init__` that instances have, but not their class."""
 
     def __get__(self, instance: PyTree, owner: type) -> PyTree:
         if instance is None:
@@ -191,8 +191,8 @@ class _HiddenPostInit:
 class _QuietProxy(_Proxy):
     """A proxy class of a class with both `__init__` and `__post_init__`.
 
-    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could
-    not tell it apart: they belong to all threads.
+    Equinox has warned of the class, and would warn of the proxy class again. A filter of warnings
+    would hold for all threads.
     """
 
     __post_init__ = _HiddenPostInit()
@@ -229,7 +229,7 @@ def _casting(cls: type, name: str, policy: Policy, is_boundary: bool) -> Method:
         plain = nodes.as_instance(self, cls)
         if not is_boundary and not _reads(plain):
             return getattr(plain, name)(*args, **kwargs)
-        # Parameters may have been put in place since, such as a tied or a normalized weight.
+        # The user may have replaced parameters since, as by a tied or a normalized weight.
         plain = getattr(cast_except(policy.cast_to_compute, plain, _has_a_policy), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
@@ -248,7 +248,7 @@ def _reads(module: eqx.Module) -> bool:
 
 
 def _has_a_policy(node: object) -> bool:
-    """Whether nothing is cast in a node by the policy around it."""
+    """Whether the policy around a node casts nothing in it."""
     return nodes.keeps_dtype(node) or getattr(type(node), "__jmpx_boundary__", False)
 
 

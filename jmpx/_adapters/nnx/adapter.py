@@ -1,8 +1,7 @@
-"""What jmpx offers for NNX besides `with_policies`: other models while a function runs.
+"""The adapter for NNX: turns models into views, or marks them, in place, while a function runs.
 
-They are changed in place and back, so that all that the function does to a model, as `sow`, `eval`,
-running statistics and caches do, stays done. So the models have to be the function's own, as the
-copies in a trace are.
+They are changed back afterwards, and keep what the function did to them: `sow`, `eval`, running
+statistics, caches. So the models have to be the function's own, as the copies in a trace are.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ class _Views:
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
         self.made: dict[type, type] = {}
-        self._scope: NnxScope | None = None  # of one trace, as another one has other objects
+        self._scope: NnxScope | None = None  # of one trace: each trace has its own objects
         self._given: dict[int, nnx.Pytree] = {}  # by their identities
 
     def replace(self, tree: T) -> T:
@@ -56,7 +55,7 @@ class _Views:
                 self.made[refusing] = type(optimizer)
                 object.__setattr__(optimizer, "__class__", refusing)
         self.made |= scope.made
-        # Bound methods are bound again, as those of the views.
+        # Bound methods become those of the views.
         return treedef.unflatten([replace_objects(leaf, objects_of(leaf)) for leaf in leaves])
 
     def restore(self, tree: T) -> T:
@@ -87,9 +86,9 @@ class _Views:
 
 
 def _stored_arrays(scope: NnxScope) -> dict[int, jax.Array]:
-    """Gives models back what they had; returns stored arrays, by the identities of cast ones.
+    """Restores the fields of models; returns stored arrays, by the identities of cast ones.
 
-    A parameter that the function has set in another dtype than the compute dtype stays set.
+    A parameter that the function set to another dtype than the compute dtype keeps its new value.
     """
     arrays: dict[int, jax.Array] = {}
     for value, parameter, before in scope.casts.values():
@@ -116,7 +115,7 @@ def _refusing_class(cls: type) -> type:
 
 
 def _settable(variable: nnx.Variable, arrays: dict[int, PyTree]) -> nnx.Variable:
-    """Returns a variable of a result without the hook of cast parameters, and their arrays."""
+    """Returns a variable of a result, without the hook and the arrays of cast parameters."""
     metadata = variable.get_metadata()
     if metadata.get("on_set_value") is not refuse_setting:
         return variable

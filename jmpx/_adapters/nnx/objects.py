@@ -1,4 +1,4 @@
-"""What the objects of a model are: modules that are called, containers, parameters, optimizers."""
+"""Objects of NNX in a model: their kinds (a called module, a container), and searches for them."""
 
 from collections.abc import Callable
 from typing import TypeGuard
@@ -39,7 +39,7 @@ def is_holder(module: nnx.Module) -> bool:
 
 
 def has_statistics(module: nnx.Module) -> bool:
-    """Whether it keeps running statistics, which stay in float32 and would make its results so."""
+    """Whether it keeps running statistics, which stay in float32 and would widen its results."""
     return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
 
 
@@ -50,7 +50,7 @@ def reads(module: nnx.Module) -> bool:
 
 
 def _holds_parameter(value: nnx.Pytree) -> bool:
-    """Whether there is a parameter in an object, other than in modules that are called."""
+    """Whether an object holds a parameter outside of the modules that are called."""
     nodes = filter(is_object, jax.tree.leaves(list(vars(value).values()), is_leaf=is_object))
     return any(
         isinstance(node, nnx.Param)
@@ -60,7 +60,7 @@ def _holds_parameter(value: nnx.Pytree) -> bool:
 
 
 def notes_dtype(module: nnx.Module) -> bool:
-    """Whether it is an `nnx.Embed` that has noted the dtype of its table, as it was given none."""
+    """Whether it is an `nnx.Embed` that was given no dtype, and noted that of its table."""
     return isinstance(module, nnx.Embed) and module.dtype == module.embedding[...].dtype
 
 
@@ -129,5 +129,5 @@ def _is_train_state(module: nnx.Module) -> bool:
 
 
 def is_closed(node: object) -> bool:
-    """Whether no models are searched inside of a node of a pytree by `jax.tree`."""
+    """Whether a search for models by `jax.tree` does not enter a node."""
     return is_whole(node) or is_optimizer_state(node)

@@ -103,12 +103,12 @@ def _copied(value: PyTree, copies: dict[int, PyTree]) -> PyTree:
 
 
 class _Around(NamedTuple):
-    """What surrounds a value of the model."""
+    """The surroundings of a value of the model."""
 
     module: Module | None = None  # reads the parameters in the value
     surrounding: Policy | None = None  # of calls of the modules in the value
     reading: Policy | None = None  # under which parameters in the value are read
-    selected: Selected | None = None  # what a rule makes of `dtype` fields in the value
+    selected: Selected | None = None  # by a rule, for `dtype` fields in the value
 
 
 _OUTSIDE = _Around()
@@ -125,16 +125,16 @@ class Cast(NamedTuple):
 class NnxScope(PolicyScope):
     """Turns models into views, in place; an object that they share is turned once.
 
-    If it `hands_back` what it has turned, no cast parameter may be set, and the context for Linen,
-    which is open then, casts in Linen's modules.
+    With `hands_back`, models are restored afterwards: no cast parameter may be set, and the context
+    for Linen, which is open then, casts in Linen's modules.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap | None, hands_back: bool = False) -> None:
         super().__init__(name, policy_map)
         self.hands_back = hands_back
-        self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are
+        self.made: dict[type, type] = {}  # proxy classes, and the classes that they replace
         self.casts: dict[int, Cast] = {}  # by the identities of the cast parameters
-        # The attributes of modules whose `dtype` was set, and what it was.
+        # The attributes of modules whose `dtype` was set, and its value before.
         self.fields: list[tuple[dict[str, PyTree], PyTree]] = []
         self._objects: dict[int, PyTree] = {}
         # Modules that share a parameter may have different policies.
@@ -182,7 +182,7 @@ class NnxScope(PolicyScope):
         return new
 
     def module(self, value: nnx.Module, path: str, around: _Around) -> _Around:
-        """Sets the class and the `dtype` field of a module; returns what is around its values."""
+        """Sets the class and `dtype` field of a module; returns the surroundings of its values."""
         module, surrounding = Module(plain_class(type(value)), path), around.surrounding
         rule, policy = self.policies_of(*module, surrounding)
         if objects.notes_dtype(value):
@@ -196,21 +196,21 @@ class NnxScope(PolicyScope):
         if rule is None and surrounding is None and objects.is_holder(value):
             policy = None
         self.record_module(*module, policy, surrounding)
-        in_force = surrounding if policy is None else policy
-        if in_force is None:
+        active = surrounding if policy is None else policy
+        if active is None:
             return _Around(module, selected=field.selected)
-        reading, reads = reading_policy(in_force, field.value), objects.reads(value)
+        reading, reads = reading_policy(active, field.value), objects.reads(value)
         if policy is not None or reads:
-            in_call = reading if reads else in_force
+            in_call = reading if reads else active
             note_cast(self.name, in_call.compute_dtype)
             cls = type(value)
             made = _view_class(cls, in_call, policy is not None, self.name, self.policy_map)
             self.made[made] = cls
             object.__setattr__(value, "__class__", made)
-        return _Around(module, in_force, reading, field.selected)
+        return _Around(module, active, reading, field.selected)
 
     def set_field(self, module: nnx.Module, dtype: PyTree) -> None:
-        """Sets the `dtype` field of a module, and notes what it was."""
+        """Sets the `dtype` field of a module, and notes its value before."""
         self.fields.append((vars(module), vars(module)["dtype"]))
         vars(module)["dtype"] = dtype
 
