@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.trees import Array, Flag, as_flag, is_array, is_floating, serialized
+from jmpx._base.trees import ArrayLeaf, Flag, as_flag, is_array, is_floating, serialized
 from jmpx._scales.scaling import (
     DYNAMIC,
     HIGHEST_SCALE,
@@ -134,7 +134,7 @@ class DynamicLossScale(Scaling):
         high = HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
         return max(self.min_loss_scale, LOWEST_SCALE), min(high, HIGHEST_SCALE)
 
-    def _clip(self, scale: Array) -> jax.Array | np.ndarray:
+    def _clip(self, scale: ArrayLeaf) -> jax.Array | np.ndarray:
         low, high = map(np.float32, self._bounds)
         if isinstance(scale, jax.Array):
             return jnp.minimum(jnp.maximum(scale, low), high)
