@@ -56,22 +56,21 @@ def describe(value: object) -> str:
 # Generators and coroutines are refused: their bodies run after the call, out of reach.
 
 
-# A function is tested for these kinds in this order.
-_KINDS: dict[type, Callable[[object], bool]] = {
-    Generator: inspect.isgeneratorfunction,
-    AsyncGenerator: inspect.isasyncgenfunction,
-    Coroutine: inspect.iscoroutinefunction,
+# The type of what such a function returns -> its name, and the test of functions, in this order.
+_KINDS: dict[type, tuple[str, Callable[[object], bool]]] = {
+    Generator: ("a generator", inspect.isgeneratorfunction),
+    AsyncGenerator: ("an async generator", inspect.isasyncgenfunction),
+    Coroutine: ("a coroutine", inspect.iscoroutinefunction),
 }
-_NAMES = {Generator: "a generator", AsyncGenerator: "an async generator", Coroutine: "a coroutine"}
 
 
 def check_runs_at_once(func: Callable[..., Any]) -> None:
     """Refuses a function that is written as a generator or as a coroutine."""
     is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
     code = func if is_function else type(func).__call__
-    for kind, is_of_kind in _KINDS.items():
+    for name, is_of_kind in _KINDS.values():
         if is_of_kind(code):
-            raise _error(kind)
+            raise _error(name)
 
 
 def refuse_delayed(result: Any) -> Any:
@@ -80,17 +79,17 @@ def refuse_delayed(result: Any) -> Any:
         if _is_delayed(leaf):
             if isinstance(leaf, Coroutine):
                 leaf.close()  # Python would warn that nothing awaits it.
-            raise _error(next(kind for kind in _KINDS if isinstance(leaf, kind)))
+            raise _error(next(_KINDS[kind][0] for kind in _KINDS if isinstance(leaf, kind)))
     return result
 
 
 def _is_delayed(node: object) -> bool:
-    return isinstance(node, Generator | AsyncGenerator | Coroutine)
+    return isinstance(node, tuple(_KINDS))
 
 
-def _error(kind: type) -> TypeError:
+def _error(name: str) -> TypeError:
     return TypeError(
         f"Expected a function that computes its result when it is called, got one that returns "
-        f"{_NAMES[kind]}, whose body runs later, out of jmpx's reach: wrap the functions that it "
+        f"{name}, whose body runs later, out of jmpx's reach: wrap the functions that it "
         "calls, or return a list of the results."
     )

@@ -311,8 +311,8 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
     flag, leaves = as_flag(pred, "pred"), itertools.count()
 
     def select(x: PyTree, y: PyTree) -> PyTree:
-        index = next(leaves)  # not its path: to find all paths takes longer than to select
-        return _select_leaf(pred, flag, lambda: _path_of_leaf(a, index), x, y)
+        # The path is for errors alone: to find all paths takes longer than to select.
+        return _select_leaf(pred, flag, functools.partial(_path_of_leaf, a, next(leaves)), x, y)
 
     return jax.tree.map(select, a, b)
 

@@ -258,8 +258,7 @@ def with_stack(eqn: Equation, scopes: Scopes) -> Equation:
 
 def with_scope(eqn: Equation, name: str) -> Equation:
     """Returns an equation within one more scope, the innermost one."""
-    stack = eqn.source_info.name_stack.extend(name)
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    return with_stack(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def _make(kind: Found, given: Mapping[str, Found], policy_map: PolicyMap | None)
             f"Expected 'init' to be within 'min' and 'max', got {numbers['init']}"
             f"{given['init'].at}: give other bounds."
         )
-    return NoOpLossScale() if word == "auto" and not _scales(kind, policy_map) else made
+    return NoOpLossScale() if word == "auto" and not _any_float16(kind, policy_map) else made
 
 
 def _make_kind(kind: str, numbers: dict[str, Any]) -> LossScale:
@@ -157,8 +157,8 @@ def _read_number(kind: str, key: str, found: Found) -> int | float:
     return check_number(ARGUMENTS[kind][key], number, repr(key), found.at)
 
 
-def _scales(kind: Found, policy_map: PolicyMap | None) -> bool:
-    """Whether `auto` means a dynamic loss scale: whether anything computes in float16."""
+def _any_float16(kind: Found, policy_map: PolicyMap | None) -> bool:
+    """Whether anything computes in float16, so that `auto` means a dynamic loss scale."""
     if policy_map is None:
         raise ValueError(
             f"Cannot decide 'auto'{kind.at} without a policy: give get_loss_scale a policy=, or "
