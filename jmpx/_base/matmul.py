@@ -114,12 +114,11 @@ def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManage
         matmul = held.algorithm
     if not is_algorithm(matmul):
         return _region(None, matmul)
+    # Named even if JAX has no setting: without a name, JAX would look up the setting again when it
+    # transposes a product, which may be in a region of the algorithm.
+    outside = now or "default"
     if held is not None and now == _thread.setting:
         outside = held.outside
-    else:
-        # Named even if JAX has no setting: without a name, JAX would look up the setting again
-        # when it transposes a product, which may be in a region of the algorithm.
-        outside = now or "default"
     active = np.dtype(dtype) == jnp.float32
     return _region(_Held(matmul, outside, active), matmul if active else outside)
 

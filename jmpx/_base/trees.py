@@ -273,10 +273,8 @@ def as_flag(value: object, name: str) -> jax.Array:
         return jnp.asarray(value)
     if is_array(value) and value.dtype == jnp.bool_ and value.ndim == 0:
         return jnp.asarray(value)
-    if is_array(value):
-        got = spell(value)
-    else:  # the type alone, because a tree may be large
-        got = repr(value) if isinstance(value, NUMBERS) else f"a {type(value).__name__}"
+    # The type alone of others, because a tree may be large.
+    got = spell(value) if isinstance(value, ARRAYS + NUMBERS) else f"a {type(value).__name__}"
     raise TypeError(
         f"Expected {name} to be a scalar bool, got {got}: reduce it first, as jmpx.all_finite does."
     )

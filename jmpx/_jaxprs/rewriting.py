@@ -91,15 +91,13 @@ def by_platform(product: Equation) -> list[Equation]:
     index, cond = _platforms(jax.sharding.get_abstract_mesh()).eqns
     place = {"source_info": product.source_info, "ctx": product.ctx}
 
-    def like(atoms: Sequence[Atom], dtype: np.dtype | None = None) -> list[Atom]:
-        avals = [
-            atom.aval if dtype is None else core.with_dtype(atom.aval, dtype) for atom in atoms
-        ]
-        return list(map(new_variable, avals))
+    def like(atoms: Sequence[Atom]) -> list[Atom]:
+        return [new_variable(atom.aval) for atom in atoms]
 
     def branch(jaxpr: Jaxpr, is_cast: bool) -> Jaxpr:
         given, results = like(product.invars), like(product.outvars)
-        operands = like(given, np.dtype(np.float32)) if is_cast else given
+        wide = [core.with_dtype(var.aval, np.dtype(np.float32)) for var in given]
+        operands = list(map(new_variable, wide)) if is_cast else given
         eqns = [casting(*pair, product) for pair in zip(given, operands, strict=True) if is_cast]
         eqns.append(product.replace(invars=operands, outvars=results))
         return replaced(jaxpr, invars=given, outvars=results, eqns=eqns)
