@@ -81,7 +81,7 @@ class _Held(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What the innermost region of jmpx in one thread has set."""
+    """The settings of the innermost region of jmpx in one thread."""
 
     held: _Held | None = None  # its dot algorithm; None for a word
     setting: str | None = None  # JAX's setting in it; None outside of all regions
@@ -90,7 +90,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 # Any, because JAX annotates neither its user contexts nor its settings.
 _config: Any = jax.config
-# The keys of JAX's caches contain its own setting; this adds what a region inside would set.
+# The keys of JAX's caches contain its own setting; this adds the algorithm for regions inside.
 _held_key: Any = jax.make_user_context(None)
 
 

@@ -19,6 +19,5 @@ What holds while a program runs:
 - `frameworks.py`: the interface that each framework's adapter implements. To support another
   framework, begin there.
 
-It may import `_base` and `_jaxprs`. Casts at the calls of modules are in `_adapters`, those of
-operations in `_autocast`.
+It may import `_base` and `_jaxprs`. Modules are cast in `_adapters`, operations in `_autocast`.
 """

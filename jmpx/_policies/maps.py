@@ -24,7 +24,7 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule of a policy map: a selector, and the dtypes for what it matches.
+    """One rule of a policy map: a selector, and the dtypes of the parts that it matches.
 
     Args:
         selector: a class name (`BatchNorm`, `haiku.BatchNorm`), a glob of paths (`*/head/*`) or an
@@ -225,7 +225,7 @@ def _matches_class(selector: str, cls: type) -> bool:
 # Policy maps.
 
 
-# The keys of the default part of a policy map besides those of its policy, and their words.
+# The default part of a policy map may have these keys besides a policy's, with these words.
 HOW: dict[str, tuple[str, ...]] = {
     "by": ("arguments", "modules", "operations"),
     "save": SAVES,

@@ -141,7 +141,7 @@ def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
 
 
 def _saved(lives: Sequence[Life]) -> int:
-    """Returns the bytes that a cut saves beyond those of products, where these are live."""
+    """Returns the bytes that a cut has to save where these are live, apart from saved products."""
     return sum(life.size for life in lives if not life.is_saved)
 
 
@@ -193,7 +193,7 @@ class Part(NamedTuple):
 def find_head(
     jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life], active: Collection[Atom]
 ) -> int | None:
-    """Returns the index of the last product if it makes results larger than what it reads."""
+    """Returns the index of the last product if its results are larger than its operands."""
     # Logits of a language model, for example. The backward pass begins with their cotangent, and
     # needs only the operands of the head. A checkpoint around it would save nothing, and keep XLA
     # from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.

@@ -202,9 +202,9 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     Args:
         fn: any function of pytrees, such as a loss or a model; None to decorate with arguments.
         save: "products" keeps the results of matmuls with weights, of convolutions and of experts.
-            "products+mixed" also keeps those of matmuls of two activations that are no larger than
-            the larger of these, as the weighted values of an attention are, and
-            "products+attention" those of all matmuls: more memory, less time.
+            "products+mixed" also keeps results of matmuls of two activations if they are no larger
+            than the larger activation, as the weighted values of an attention are.
+            "products+attention" keeps the results of all matmuls: more memory, less time.
 
     Returns:
         A function with the arguments and results of `fn`.

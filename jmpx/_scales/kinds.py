@@ -49,10 +49,10 @@ class DynamicLossScale(Scaling):
         counter: finite steps since the scale last changed or a step overflowed; below 0, overflows
             in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
         period: finite steps from one growth to the next.
-        factor: what the scale is multiplied by when it grows, up to 2**126.
+        factor: the scale is multiplied by this when it grows; up to 2**126.
         min_loss_scale: the smallest scale: it may be below 1, but not below 2**-126.
         max_loss_scale: the largest scale, at most 2**126. None means 2**126.
-        backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
+        backoff_factor: the scale is multiplied by this when it shrinks; at least 2**-126. None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
             shrinks it again; a finite step ends the row. Every overflow restarts the count of

@@ -240,7 +240,7 @@ class Scaling:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.
 
         Args:
-            tree: any pytree; leaves of other kinds are handed on untouched.
+            tree: any pytree; other leaves pass untouched.
 
         Returns:
             The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
@@ -253,7 +253,7 @@ class Scaling:
     def unscale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays divided by the scale.
 
-        The arguments, the result and the errors are those of `scale`.
+        Arguments, result and errors are as in `scale`.
         """
         scale = self._effective_scale
         return _multiply(tree, lambda dtype: 1 / scale.astype(dtype))

@@ -175,8 +175,8 @@ def _any_float16(kind: Found, policy_map: PolicyMap | None) -> bool:
 class MixedPrecision:
     """A policy map and the initial loss scale: the mixed precision of a program in one string.
 
-    A frozen, hashable, picklable value (not a pytree), whose numbers are those of the first step:
-    the loss scale that changes belongs in the train state. `str()` gives one line that
+    A frozen, hashable, picklable value (not a pytree) for the beginning of a training: the loss
+    scale that changes belongs in the train state. `str()` gives one line that
     `get_mixed_precision` parses back to an equal value.
 
     Args:

@@ -105,14 +105,14 @@ class Ema:
 def ema(decay: float, debias: bool = False) -> Ema:
     """Averages parameters over the steps of a training: each one moves 1 - decay of the way.
 
-    The average is float32 or wider. Leaves that are not floating or complex arrays are those of the
-    newest parameters.
+    The average is float32 or wider. Leaves that are not floating or complex arrays are taken from
+    the newest parameters.
 
     Args:
         decay: how much of the average a step keeps: from 0 to 1 - 2**-24.
         debias: whether to correct for the beginning. Without, the average begins with the
             parameters of `init`, which weigh `decay` to the power of the number of steps. With it,
-            they weigh nothing: the average is that of the steps so far.
+            they weigh nothing: only the steps so far are averaged.
 
     Returns:
         An `Ema`, whose `init` and `update` may be called under `jax.jit` and in a `jax.lax.scan`.

@@ -335,7 +335,7 @@ def with_state_dtype(
     Returns:
         An optax gradient transformation. Its state is a `StateDtypeState`, whose floating arrays
         are in `dtype`, except copies of parameters and arrays of shape (), such as
-        hyperparameters. Other arguments of `update` are handed on.
+        hyperparameters. Other arguments of `update` pass through.
 
     Raises:
         TypeError: if `optimizer` is not an optax gradient transformation.
