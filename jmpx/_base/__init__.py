@@ -1,4 +1,4 @@
-"""What every other room builds on: dtypes, pytrees, contexts, and the words of messages.
+"""What all other packages build on: dtypes, pytrees, contexts, and the words of messages.
 
 Read in this order:
 
@@ -7,11 +7,11 @@ Read in this order:
   `jax.export` serializes classes of pytrees.
 - `axes.py`: mapped axes, and which arrays vary along them.
 - `matmul.py`: the algorithm of matrix products, and the context that sets it.
-- `contexts.py`: which contexts are open in a thread, and what JAX's caches know of them.
-- `stateful.py`: runs functions of NNX objects as pure ones.
+- `contexts.py`: the contexts that are open in a thread, as parts of the keys of JAX's caches.
+- `stateful.py`: finds NNX objects in pytrees, and runs functions of them as pure functions.
 - `mappings.py`: nested mappings of configuration files, with the path of each value.
 - `messages.py`: describes a wrong value, finds the nearest name and the user's line.
 - `public.py`: imports public names when they are used. `made_once.py`: a cache for all threads.
 
-It imports JAX, NumPy and Python, and no other room.
+It imports JAX, NumPy and Python, and no other package of jmpx.
 """

@@ -1,4 +1,4 @@
-"""Mapped axes, of `jax.shard_map`, `jax.pmap` and `jax.vmap`: their names, and what varies."""
+"""The mapped axes of `jax.shard_map`, `jax.pmap` and `jax.vmap`; which arrays vary along them."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -22,8 +22,17 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
 def check_axis(axis_name: AxisName) -> None:
     """Refuses an axis that is not mapped where this is called."""
     for name in axis_names(axis_name):
-        if not is_mapped(name):
-            raise ValueError(_unknown(name))
+        if is_mapped(name):
+            continue
+        remedy = (
+            "call this inside of jax.shard_map over a mesh that has the axis, or of jax.pmap or "
+            "jax.vmap that gives it as axis_name."
+        )
+        # JAX lists only the axes of a mesh, not those of `jax.vmap`.
+        known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
+        if known:
+            remedy = f"those of the mesh here are {known}{did_you_mean(str(name), known)}"
+        raise ValueError(f"Cannot find the mapped axis {describe(name)}: {remedy}")
 
 
 def is_mapped(name: Hashable) -> bool:
@@ -35,23 +44,11 @@ def is_mapped(name: Hashable) -> bool:
     return True
 
 
-def _unknown(name: Hashable) -> str:
-    got = f"Cannot find the mapped axis {describe(name)}"
-    # JAX tells only the axes of a mesh, not those of `jax.vmap`.
-    known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
-    if known:
-        return f"{got}: those of the mesh here are {known}{did_you_mean(str(name), known)}"
-    return (
-        f"{got}: call this inside of jax.shard_map over a mesh that has the axis, or of jax.pmap "
-        "or jax.vmap that gives it as axis_name."
-    )
-
-
 def varying_axes(x: object) -> frozenset[Hashable]:
-    """Returns the axes along which JAX knows that an array, or an abstract one, may differ.
+    """Returns the axes along which an array, or an abstract one, may differ, as far as JAX knows.
 
-    JAX tracks them under `jax.shard_map`, unless it was told `check_vma=False`: there, and under
-    `jax.pmap` and `jax.vmap`, the set is empty for every array.
+    JAX tracks them under `jax.shard_map` alone: with `check_vma=False`, and under `jax.pmap` and
+    `jax.vmap`, the set is empty for every array.
     """
     abstract = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     axis_type = getattr(abstract, "manual_axis_type", None)
@@ -66,17 +63,17 @@ def is_tracked(axis_name: AxisName) -> bool:
 
 def tracked_axes() -> frozenset[Hashable]:
     """Returns the axes along which JAX tracks here which arrays vary."""
-    # Only those of a mesh: a traced `axis_index` of a `jax.vmap` in a `jax.shard_map` varies, too.
+    # Of a mesh alone: the traced `axis_index` of a `jax.vmap` in a `jax.shard_map` varies, too.
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     return frozenset(name for name in mapped if name in varying_axes(jax.lax.axis_index(name)))
 
 
 def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
-    """Returns the same arrays, as arrays that vary along those of the axes that JAX tracks.
+    """Returns the same arrays, marked as varying along those axes that JAX tracks.
 
-    Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
-    soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums
-    it in float32. Where JAX tracks no axes, the arrays are returned as they are.
+    Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis at
+    once, in 16 bits. The gradient of a varying array is left to the caller, who sums it in float32.
+    Where JAX tracks no axes, the arrays are returned as they are.
     """
     known = tracked_axes()
     tracked = [name for name in axes if name in known]
@@ -96,9 +93,9 @@ def _as_varying(array: jax.Array, missing: tuple[Hashable, ...]) -> jax.Array:
 
 
 def as_whole(array: T) -> T:
-    """Returns an array of numbers whole on each device, if axes are `Explicit` here.
+    """Replicates an array of numbers if the mesh has `Explicit` axes.
 
-    There, arrays that are split in several ways cannot be put together.
+    JAX cannot combine arrays that such axes split in several ways.
     """
     here = jax.sharding.get_abstract_mesh()
     is_numbers = isinstance(array, jax.Array) and not jnp.issubdtype(

@@ -1,12 +1,12 @@
-"""The contexts that are open in a thread, and what JAX's caches know of them.
+"""The contexts that are open in a thread, as parts of the keys of JAX's caches.
 
 Contexts are per thread, as JAX's user contexts and the frameworks' interceptors are. Coroutines and
-generators may leave them in another order than that in which they were entered. So leaving a
-context restores nothing: the contexts that are still open say what is in force.
+generators may leave contexts in any order, so leaving one restores nothing: the contexts that are
+still open determine what is active.
 
-A generator may also be closed or collected in another thread than that which entered its context.
-Only the thread that entered can change what holds in it. So that is an error, and the thread that
-entered ends the context itself before it runs a module again.
+A generator may also be closed or collected in another thread, which cannot change the state of the
+thread that entered the context. That is an error, and the thread that entered ends the context
+itself before it runs a module again.
 """
 
 import collections
@@ -35,16 +35,15 @@ class Context:
 
     Args:
         name: the function that makes the context, as the user calls it.
-        value: what the context puts in force. Of the open contexts whose values are of one type,
-            the innermost one is in force.
+        value: what the context activates. Of the open contexts whose values have one type, the
+            innermost one is active.
         key: tells the context apart from others of its name in JAX's caches; None for a context
             that does not change what JAX traces.
         hook: hooks into a framework. All open contexts of one hook share it: it is entered with the
             first and left with the last of them, because a framework's stack of hooks has to be
             left in the reverse order.
-        undo: gives back what the contexts of one value have replaced, in the thread that entered
-            them, while the last of them still counts as open; None if there is nothing to give
-            back.
+        undo: restores what the contexts of one value have replaced, in the thread that entered
+            them, while the last of them still counts as open; None if there is nothing to restore.
     """
 
     name: str
@@ -54,21 +53,21 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
-AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
+AUTOCAST = "autocast traces"  # the topic under which autocast sets its policies as a fact
 
 
 class _State:
-    """What is in force in one thread."""
+    """What is active in one thread."""
 
     def __init__(self) -> None:
         self.open: list[Context] = []  # the innermost last
-        self.hooks: dict[Hook, contextlib.ExitStack] = {}  # that are entered, and what leaves them
-        self.facts: dict[str, Hashable] = {}  # what else JAX's caches know, by topic
-        self.told = contextlib.ExitStack()  # leaves the value that JAX's caches know
+        self.hooks: dict[Hook, contextlib.ExitStack] = {}  # the entered hooks, with their exits
+        self.facts: dict[str, Hashable] = {}  # other parts of the keys of JAX's caches, by topic
+        self.told = contextlib.ExitStack()  # leaves the value that is in the keys of JAX's caches
         self.late: collections.deque[Context] = collections.deque()  # left by another thread
         self.epochs = 0  # how often this thread has found such contexts
-        # For each open watch of casts the names of what has cast inside of it, and the dtype to
-        # which a cast does not count; None if all count.
+        # For each open watch of casts: the names of the functions that cast inside of it, and the
+        # dtype to which a cast does not count; None if all casts count.
         self.watches: list[tuple[dict[str, None], np.dtype | None]] = []
 
 
@@ -82,19 +81,19 @@ _thread = _Thread()
 # The contexts that the running task, or the task that started it, has entered.
 _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("jmpx", default=())
 
-# Part of the key of JAX's caches: a jitted function that is called under another value than the one
-# under which it was traced is traced anew. One value at most is entered in a thread: `_tell_jax`
-# leaves it before it enters the next one, so that no value comes back whose contexts are over.
+# Part of the key of JAX's caches: a jitted function is traced anew when it is called under another
+# value. One value at most is entered in a thread: `_tell_jax` leaves it before it enters the next
+# one, so that no value comes back whose contexts are over.
 _trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
-# For `_jaxprs/marks.py`, which is imported later. A user context has to be made when jmpx is
-# imported: each new one adds a part to the keys of all of JAX's caches, so a step in whose first
-# trace it was made would be compiled again. And JAX makes none safely while other threads run.
+# For `_jaxprs/marks.py`, which is imported later. User contexts have to be made when jmpx is
+# imported: each one adds a part to the keys of all of JAX's caches, so a step during whose first
+# trace one was made would be compiled again. And making one is not safe while other threads run.
 traced_with_marks: Any = jax.make_user_context(False)
 
 
 def _tell_jax() -> None:
-    """Makes what is in force now this thread's part of the key of JAX's caches."""
+    """Makes the active contexts and facts this thread's part of the key of JAX's caches."""
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
     told: dict[str, Hashable] = {**state.facts, **keys}
@@ -108,8 +107,8 @@ def _tell_jax() -> None:
 def catch_up() -> None:
     """Leaves the contexts of this thread that other threads have left.
 
-    To be called before it is looked up what is in force. A trace that has begun in a context which
-    had ended is stored under the key of that context, so the keys of this thread are others now.
+    Call this before looking up what is active. A trace that began after such a context had ended is
+    stored under the key of that context, so the number of epochs makes this thread's keys new.
     """
     state = _thread.state
     if state.late:
@@ -134,7 +133,7 @@ def set_fact(topic: str, value: Hashable) -> None:
 
 
 def fact(topic: str) -> Hashable:
-    """Returns what this thread has made part of JAX's cache keys for a topic; None if nothing."""
+    """Returns the value that `set_fact` gave this thread for a topic; None if there is none."""
     return _thread.state.facts.get(topic)
 
 
@@ -152,7 +151,7 @@ def fact_set(topic: str, value: Hashable) -> Iterator[None]:
 def refuse_other_tasks(action: str) -> None:
     """Refuses an action while another task of this thread is inside a context.
 
-    A thread has one cache key and one list of interceptors for all its tasks. If two tasks held
+    All tasks of a thread share one cache key and one list of interceptors. If two tasks held
     contexts at once, or one traced a module while another held a context, modules would get casts
     of another task, and JAX's caches would keep them. Context variables tell tasks apart in every
     event loop; a task that is started inside a context is inside it, too.
@@ -173,9 +172,8 @@ def entered(context: Context) -> Iterator[None]:
     """Keeps a context open; contexts of a thread may be left in any order.
 
     Raises:
-        ValueError: at entry, if another task of this thread is inside a context; at the end, if it
-            is left in another thread. Its own thread then leaves it when it looks up next what is
-            in force.
+        ValueError: at entry, if another task of this thread is inside a context; at exit, if that
+            is in another thread. Its own thread then leaves the context at its next `catch_up`.
     """
     refuse_other_tasks(f"enter {context.name}")
     state, hook = _thread.state, context.hook
@@ -204,7 +202,7 @@ def entered(context: Context) -> Iterator[None]:
 
 
 def _leave(context: Context) -> None:
-    """Ends a context in its own thread; its hook may be left later, as an idle one does nothing."""
+    """Ends a context in its own thread; its hook may be left later: an idle hook does nothing."""
     still_open = _thread.state.open
     is_last = [other.value is context.value for other in still_open].count(True) == 1
     try:
@@ -223,7 +221,7 @@ def opened(kind: type[T] | tuple[type[T], ...]) -> list[T]:
 
 
 def is_held(value: object) -> bool:
-    """Whether an open context of this thread holds a value, this very object."""
+    """Whether an open context of this thread holds this very object as its value."""
     return any(context.value is value for context in _thread.state.open)
 
 
@@ -234,15 +232,15 @@ def is_hooked(hook: Hook) -> bool:
 
 @contextlib.contextmanager
 def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
-    """Notes what casts while a function runs whose parameters were rounded to 16 bits.
+    """Notes which functions cast inside of a function whose parameters were rounded to 16 bits.
 
     A cast to the dtype of the parameters changes nothing; every other one would widen rounded
-    values. The dtype is part of the key of JAX's caches: a function that was jitted and traced
+    values. The dtype is part of the key of JAX's caches: a jitted function that was traced
     elsewhere is traced anew, so that its casts are noticed. Without a dtype, nothing is noted.
 
     Yields:
-        The names of what casts inside to another dtype, in order. Of nested functions the outermost
-        one gets them, because its casts come first.
+        The names of the functions that cast to another dtype, in order. If contexts are nested, the
+        outermost one gets them, because its casts come first.
     """
     casts: dict[str, None] = {}
     if dtype is None or any(rounded is not None for _, rounded in _thread.state.watches):
@@ -253,7 +251,7 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
 
 
 def may_be_rounded() -> bool:
-    """Whether a function runs that is cast by arguments or by modules, and so what is in it."""
+    """Whether this runs inside of a function whose arguments or modules are cast."""
     return bool(_thread.state.watches)
 
 
@@ -266,21 +264,21 @@ def _watched(casts: dict[str, None], dtype: np.dtype | None) -> Iterator[None]:
         _thread.state.watches.pop()
 
 
-# By the code of a function and by policy map, the names of what has cast inside of it in any call
-# so far; they are forgotten together with the function.
+# By the code of a function and by policy map, the names of the functions that have cast inside of
+# it in any call so far; they are forgotten together with the function.
 _seen = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
 
 
 @contextlib.contextmanager
 def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, None]]:
-    """Notes what casts while a function, known by its code or its type, runs under a policy map.
+    """Notes which functions cast inside of a function that runs under a policy map.
 
-    Both are part of the key of JAX's caches, so that a function that was jitted and traced
-    elsewhere is traced anew, once.
+    The function's code (or its type) and the map are part of the key of JAX's caches, so that a
+    jitted function that was traced elsewhere is traced anew, once.
 
     Yields:
-        The names of what has cast in this call and in earlier ones: in a later call, a jitted
-        function casts without being traced.
+        The names of the functions that cast in this call and in earlier ones: in a later call, a
+        jitted function casts without being traced.
     """
     topic = "casts are watched"
     casts = _seen.setdefault(code, {}).setdefault(policy_map, {})
@@ -289,7 +287,7 @@ def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, No
 
 
 def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
-    """Tells the gradient functions that are running, if any, that something inside of them casts.
+    """Tells the watches of casts that are open, if any, that a function casts.
 
     Args:
         by: the function that casts, as the user calls it.

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike as DTypeLike  # also the names below, such as "bf16"
+from jax.typing import DTypeLike as DTypeLike  # includes strings, such as the names below
 
-# JAX does not type its devices:
+# JAX does not annotate its devices:
 # pyright: reportUnknownMemberType=false
 
 # `jnp.bfloat16`, `jnp.float32` and so on. JAX has no public type for them.
@@ -22,9 +22,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "float64": ("f64", "fp64"),
     **{name: () for name in sorted(vars(jnp)) if name.startswith("float8_")},
 }
-_SCALAR_TYPES: dict[str, ScalarType] = {name: getattr(jnp, name) for name in _ALIASES}
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
-
 
 _TF32 = "TF32 is an algorithm of float32 products, so write compute=float32,matmul=tensorfloat32"
 _EIGHT_BITS = "8 bits are for storage, so write params=float8_e4m3fn or params=float8_e5m2"
@@ -32,7 +30,7 @@ _INTEGER = (
     "expected a floating dtype, because integers have no gradient: to quantize, use a library for "
     "that, such as Qwix"
 )
-# What is often taken for the name of a dtype -> what to write.
+# Words that are often taken for names of dtypes -> what to write instead.
 _NO_DTYPES = {
     **dict.fromkeys(("tf32", "tensorfloat32"), _TF32),
     **dict.fromkeys(("fp8", "f8", "float8", "e4m3", "e5m2"), _EIGHT_BITS),
@@ -45,7 +43,7 @@ _NO_DTYPES = {
 
 
 def no_dtype(name: str) -> str | None:
-    """Returns what to write for a word that is often taken for a dtype; None for any other."""
+    """Returns what to write instead of a word that is often taken for a dtype; None for others."""
     return _NO_DTYPES.get(name.strip().lower())
 
 
@@ -81,13 +79,13 @@ def half_dtype() -> ScalarType:
 def parse_dtype(name: str) -> ScalarType:
     """Returns the JAX scalar type of a name in any case; a KeyError if there is none."""
     name = name.strip().lower()
-    return half_dtype() if name == "half" else _SCALAR_TYPES[_CANONICAL[name]]
+    return half_dtype() if name == "half" else getattr(jnp, _CANONICAL[name])
 
 
 def is_dtype(value: object) -> TypeGuard[DTypeLike]:
     """Whether a value is a dtype itself, rather than a name of one.
 
-    That is a `np.dtype`, a scalar type of NumPy or JAX, or one of Python's numeric types.
+    Dtypes are `np.dtype`s, scalar types of NumPy and JAX, and Python's numeric types.
     """
     if not isinstance(value, type):
         return isinstance(value, np.dtype)
@@ -97,9 +95,9 @@ def is_dtype(value: object) -> TypeGuard[DTypeLike]:
 
 
 def as_dtype(dtype: DTypeLike | None, place: str = "") -> ScalarType:
-    """Returns a dtype, or one that is named, as JAX's scalar type, such as `jnp.float32`.
+    """Returns a dtype, or the dtype of a name, as JAX's scalar type, such as `jnp.float32`.
 
-    The error for anything else says the place, such as ` at policy.compute`.
+    The error for anything else tells the place, such as ` at policy.compute`.
     """
     expected = (
         "expected a floating dtype such as jnp.bfloat16, np.dtype('float32') or one of the names "
@@ -129,7 +127,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 def check_enabled(dtype: DTypeLike) -> None:
     """Refuses float64 while 64-bit types are disabled, when JAX would silently use float32."""
-    config: Any = jax.config  # whose attributes JAX adds at run time
+    config: Any = jax.config  # JAX adds its attributes at run time
     if np.dtype(dtype) == np.float64 and not config.jax_enable_x64:
         raise ValueError(
             "Cannot cast to float64 while JAX's 64-bit types are disabled, which would silently "
@@ -144,12 +142,12 @@ def _is_for_storage(dtype: DTypeLike) -> bool:
 
 
 def computable(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype to compute in for what is stored in `dtype`: float32 for 8 bits."""
+    """Returns the dtype to compute in for arrays stored in `dtype`: float32 for 8 bits."""
     return jnp.float32 if _is_for_storage(dtype) else dtype
 
 
 def check_computes(dtype: DTypeLike) -> None:
-    """Refuses dtypes that cannot be computed in: those of 8 bits, and a disabled float64."""
+    """Refuses dtypes to compute in that have 8 bits, and float64 while it is disabled."""
     if _is_for_storage(dtype):
         name = dtype_name(dtype)
         raise ValueError(
@@ -161,7 +159,7 @@ def check_computes(dtype: DTypeLike) -> None:
 
 
 def check_reduces(dtype: DTypeLike, place: str = "") -> None:
-    """Refuses dtypes of 8 bits to sum in, where a sum over a few devices would be NaN."""
+    """Refuses dtypes of 8 bits for sums: a sum over a few devices would be NaN."""
     if _is_for_storage(dtype):
         raise ValueError(
             f"Cannot reduce in {dtype_name(dtype)}{place}, where sums over devices would be NaN: "
@@ -170,7 +168,7 @@ def check_reduces(dtype: DTypeLike, place: str = "") -> None:
 
 
 def check_product(dtype: DTypeLike, place: str = "") -> None:
-    """Refuses all dtypes but float32 as that which products of 16-bit operands hand out."""
+    """Refuses all dtypes but float32 for the results of products of 16-bit operands."""
     if dtype_name(dtype) != "float32":
         raise ValueError(
             f"Cannot hand out {dtype_name(dtype)} from products{place}: those of 16-bit operands "

@@ -8,11 +8,11 @@ R = TypeVar("R")
 
 
 def made_once(make: Callable[..., R]) -> Callable[..., R]:
-    """Returns a function that makes one object for equal arguments, whichever threads ask for it.
+    """Caches a function so that all threads get the same object for equal arguments.
 
-    `functools.cache` makes one for each thread that asks at once. Two classes of one name would be
-    nodes of two types to JAX: pytrees that should match would not, and functions would be traced
-    again. There is no lock, because making a class runs the user's code.
+    With `functools.cache`, threads that call at the same time may each get an object of their own.
+    Two classes of one name would be two node types to JAX: pytrees that should match would not, and
+    functions would be traced again. There is no lock, because making a class runs the user's code.
     """
     made: dict[tuple[object, ...], R] = {}
 

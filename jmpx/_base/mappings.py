@@ -1,4 +1,4 @@
-"""What a user wrote in a string or in a nested mapping, with its place for error messages.
+"""Values that a user wrote in a string or in a nested mapping, with places for error messages.
 
 A place is a position in a string, or a path such as `rules[0].compute` in a mapping, as YAML and
 JSON files give it.
@@ -25,7 +25,7 @@ SAVES = ("products", "products+mixed", "products+attention")
 
 
 class Located(NamedTuple, Generic[T_co]):
-    """A value, and its path; the path of what is not in a mapping is empty."""
+    """A value and its path; the path of a value outside of a mapping is empty."""
 
     value: T_co
     path: str = ""
@@ -142,8 +142,8 @@ def by_name(
 ) -> dict[str, Found]:
     """Returns values by the names that their keys stand for; case and space do not count.
 
-    A ValueError refuses two keys for one name and a key that is none of `names`, and tells the
-    remedy for one that users write in the wrong place, of `elsewhere`.
+    A ValueError refuses two keys for one name, and keys that are not in `names`. For a key that
+    users write in the wrong place, `elsewhere` has the remedy.
     """
     found: dict[str, Found] = {}
     for key, value in entries:
@@ -162,7 +162,7 @@ def by_name(
 def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) -> ValueError:
     """Returns the error for a word that is not accepted as a `what`, such as "dtype".
 
-    It lists the words that are expected, and suggests the nearest of those that are `near`.
+    It lists the expected words, and suggests the nearest one of `near`.
     """
     word = str(found.value).strip()
     got = f"Unknown {what} {word!r}" if word else f"Missing {what}"
@@ -171,7 +171,7 @@ def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) ->
 
 
 def refuse_value(what: str, found: Found, remedy: str) -> TypeError:
-    """Returns the error for a value of another type than `what` is; a remedy ends its sentence."""
+    """Returns the error for a value of the wrong type, where `what` was expected."""
     if found.at and found.value is None:
         remedy += ", or leave it out"
     elif isinstance(found.value, bool):

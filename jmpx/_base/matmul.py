@@ -1,6 +1,6 @@
 """The algorithm of matrix products and convolutions: its names, and the context that sets it.
 
-A float32 product multiplies in bfloat16 on a TPU, and in TF32 on newer GPUs, by default. The names
+By default, a float32 product multiplies in bfloat16 on a TPU, and in TF32 on newer GPUs. The names
 are those of `jax.default_matmul_precision`: six words for the precision of a product, and dot
 algorithms, which say in which dtypes it multiplies and sums.
 """
@@ -20,8 +20,7 @@ from jax.typing import DTypeLike
 _WORDS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 _ALGORITHMS = tuple(name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT")
 
-
-# The dot algorithms that multiply operands of 16 bits and hand out float32, by these dtypes.
+# The dot algorithms that multiply 16-bit operands and return float32, by the operands' dtype.
 SUMMED_IN_FLOAT32 = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -69,7 +68,7 @@ def is_algorithm(matmul: str | None) -> bool:
 
 
 def matmul_of(policy: object) -> str | None:
-    """Returns the algorithm of a policy; one of JMP, which Haiku's registry may hold, has none."""
+    """Returns the algorithm of a policy; a policy of JMP, as Haiku may hold one, has none."""
     return getattr(policy, "matmul_precision", None)
 
 
@@ -78,11 +77,11 @@ class _Held(NamedTuple):
 
     algorithm: str
     outside: str  # JAX's setting without it
-    in_force: bool  # whether the region computes in float32, so that it uses the algorithm
+    active: bool  # whether the region computes in float32, so that it uses the algorithm
 
 
 class _Thread(threading.local):
-    """What the innermost region of jmpx in one thread has set."""
+    """The settings of the innermost region of jmpx in one thread."""
 
     held: _Held | None = None  # its dot algorithm; None for a word
     setting: str | None = None  # JAX's setting in it; None outside of all regions
@@ -91,21 +90,21 @@ class _Thread(threading.local):
 _thread = _Thread()
 # Any, because JAX annotates neither its user contexts nor its settings.
 _config: Any = jax.config
-# JAX's caches know its own setting; this tells them what a region inside would set.
+# The keys of JAX's caches contain its own setting; this adds the algorithm for regions inside.
 _held_key: Any = jax.make_user_context(None)
 
 
 def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManager[None]:
     """Returns the context of a region: code that computes in one dtype, with one algorithm.
 
-    A word such as `highest` holds for all products: on those in 16 bits it changes nothing. A dot
-    algorithm would: JAX casts the operands of every product to the dtypes of the algorithm, float64
-    ones too. So it is in force only where a region computes in float32. Regions inside of another
-    one inherit it, also from one that does not compute in float32.
+    A word such as `highest` applies to all products, and changes nothing for products in 16 bits.
+    For a dot algorithm, JAX casts the operands of every product to the dtypes of the algorithm,
+    float64 ones too. So it is active only in regions that compute in float32. Regions inside of
+    another one inherit it, even if the outer one does not compute in float32.
 
     Args:
-        matmul: the name of the algorithm as JAX spells it; None inherits that of the surrounding
-            region, and leaves what the user's code has set since.
+        matmul: the name of the algorithm as JAX spells it; None inherits the surrounding region's,
+            unless the user's code has set another one since.
         dtype: the dtype in which the region computes.
     """
     held, now = _thread.held, _config.jax_default_matmul_precision
@@ -115,14 +114,13 @@ def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManage
         matmul = held.algorithm
     if not is_algorithm(matmul):
         return _region(None, matmul)
+    # Named even if JAX has no setting: without a name, JAX would look up the setting again when it
+    # transposes a product, which may be in a region of the algorithm.
+    outside = now or "default"
     if held is not None and now == _thread.setting:
         outside = held.outside
-    else:
-        # By its name, also if JAX has no setting: else JAX would look for one again when it
-        # transposes a product, which may be in a region of the algorithm.
-        outside = now or "default"
-    in_force = np.dtype(dtype) == jnp.float32
-    return _region(_Held(matmul, outside, in_force), matmul if in_force else outside)
+    active = np.dtype(dtype) == jnp.float32
+    return _region(_Held(matmul, outside, active), matmul if active else outside)
 
 
 def matmul_precision(matmul: str | None) -> AbstractContextManager[None]:
@@ -143,6 +141,6 @@ def _region(held: _Held | None, setting: str) -> Iterator[None]:
 
 
 def region_setting() -> str | None:
-    """Returns JAX's setting, if a region of jmpx has made it; None for the user's own, or none."""
+    """Returns JAX's setting if a region of jmpx made it; None if the user did, or nobody."""
     setting = _thread.setting
     return setting if _config.jax_default_matmul_precision == setting else None

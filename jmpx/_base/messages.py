@@ -1,4 +1,4 @@
-"""Words of errors and warnings, and refusals of functions that do not run at once."""
+"""Words of errors and warnings, and the refusal of generators and coroutines."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ _REPR.maxstring = _REPR.maxother = 80
 def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     """Returns the end of an error message: `; did you mean 'x'?`, or a full stop.
 
-    The choices are words, or a dict from such words to what to suggest for them.
+    The choices are words, or a dict from words to the suggestions for them.
     """
     import difflib  # here, because only errors need it
 
@@ -32,9 +32,9 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
 def user_stacklevel(*packages: str) -> int:
     """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
 
-    Lines of jmpx, of these packages, of Python's contexts and decorators, and of the constructors
-    that dataclasses generate ("<string>") are not the user's.
-    Python 3.11 lacks the `skip_file_prefixes` of `warnings.warn`.
+    Skips lines of jmpx, of these packages, of Python's contexts and decorators, and of the
+    constructors that dataclasses generate ("<string>"). Python 3.11 lacks the `skip_file_prefixes`
+    of `warnings.warn`.
     """
     loaded = [sys.modules[name] for name in ("jmpx", *packages) if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") + os.sep for module in loaded]
@@ -48,49 +48,48 @@ def describe(value: object) -> str:
     """Returns the `repr` of any value on one line, shortened if it is long or deeply nested."""
     try:
         text = _REPR.repr(value)
-    except ValueError:  # Python does not write integers of more than some thousand digits.
+    except ValueError:  # Python refuses to write integers of several thousand digits.
         text = f"<{type(value).__name__}>"
     return " ".join(text.splitlines())
 
 
-# Functions whose body runs after their call, out of reach: these are refused.
+# Generators and coroutines are refused: their bodies run after the call, out of reach.
 
 
-# In the order in which functions of each kind are asked for.
-_KINDS: dict[type, Callable[[object], bool]] = {
-    Generator: inspect.isgeneratorfunction,
-    AsyncGenerator: inspect.isasyncgenfunction,
-    Coroutine: inspect.iscoroutinefunction,
+# The type of what such a function returns -> its name, and the test of functions, in this order.
+_KINDS: dict[type, tuple[str, Callable[[object], bool]]] = {
+    Generator: ("a generator", inspect.isgeneratorfunction),
+    AsyncGenerator: ("an async generator", inspect.isasyncgenfunction),
+    Coroutine: ("a coroutine", inspect.iscoroutinefunction),
 }
-_NAMES = {Generator: "a generator", AsyncGenerator: "an async generator", Coroutine: "a coroutine"}
 
 
 def check_runs_at_once(func: Callable[..., Any]) -> None:
     """Refuses a function that is written as a generator or as a coroutine."""
     is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
     code = func if is_function else type(func).__call__
-    for kind, is_of_kind in _KINDS.items():
+    for name, is_of_kind in _KINDS.values():
         if is_of_kind(code):
-            raise _error(kind)
+            raise _error(name)
 
 
 def refuse_delayed(result: Any) -> Any:
-    """Returns the result of a function, which has computed it."""
+    """Returns the result of a function; refuses one whose computation is still to come."""
     for leaf in jax.tree.leaves(result, is_leaf=_is_delayed):
         if _is_delayed(leaf):
             if isinstance(leaf, Coroutine):
                 leaf.close()  # Python would warn that nothing awaits it.
-            raise _error(next(kind for kind in _KINDS if isinstance(leaf, kind)))
+            raise _error(next(_KINDS[kind][0] for kind in _KINDS if isinstance(leaf, kind)))
     return result
 
 
 def _is_delayed(node: object) -> bool:
-    return isinstance(node, Generator | AsyncGenerator | Coroutine)
+    return isinstance(node, tuple(_KINDS))
 
 
-def _error(kind: type) -> TypeError:
+def _error(name: str) -> TypeError:
     return TypeError(
         f"Expected a function that computes its result when it is called, got one that returns "
-        f"{_NAMES[kind]}, whose body runs later, out of jmpx's reach: wrap the functions that it "
+        f"{name}, whose body runs later, out of jmpx's reach: wrap the functions that it "
         "calls, or return a list of the results."
     )

@@ -22,11 +22,11 @@ _ELSEWHERE = {
 def public_names(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes the `__getattr__` and `__dir__` of a module, from the stub beside its file.
 
-    `import jmpx` is fast, because a name is imported when it is used, and the stub read when the
-    first one is. Its `__all__` has the names that are no modules.
+    `import jmpx` is fast, because a name is imported when it is used, and the stub is read at the
+    first use. The module's `__all__` has the names that are not modules.
     """
     own = vars(sys.modules[module])
-    places: dict[str, str] = {}  # of each name, the module that defines it
+    places: dict[str, str] = {}  # name -> the module that defines it
 
     def read() -> dict[str, str]:
         if not places:
@@ -57,17 +57,17 @@ def public_names(module: str, file: str) -> tuple[Callable[[str], Any], Callable
 def _is_installed(package: str) -> bool:
     try:
         return not package or importlib.util.find_spec(package) is not None
-    except ValueError:  # An import of it is made to fail.
+    except ValueError:  # `sys.modules` holds a stand-in without a spec.
         return False
 
 
 def _missing(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a module does not have: it says what to write, if known."""
+    """Returns the error for a missing name: it says what to write, if that is known."""
     text = f"module {module!r} has no attribute {name!r}"
     for other in ("jmpx", "jmpx.inspect", "jmpx.optim", "jmpx.distributed", "jmpx.types"):
         if not name.startswith("_") and name in importlib.import_module(other).__all__:
             return AttributeError(f"{text}: write {other}.{name} instead.")
     if name in _ELSEWHERE:
         return AttributeError(f"{text}: write {_ELSEWHERE[name]} instead.")
-    # Python adds a name that is near.
+    # Python suggests the nearest name.
     return AttributeError(text, name=name, obj=sys.modules[module])

@@ -1,4 +1,4 @@
-"""Functions of NNX objects as pure ones, which hand out what changed."""
+"""Objects of Flax's NNX in pytrees, and functions of them as pure functions."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ Object: TypeAlias = Any  # Flax may be missing, and its types with it.
 
 
 def nnx() -> Object:
-    """Returns the module `flax.nnx`, or None if the program has not imported it."""
+    """Returns the module `flax.nnx`; None if the program has not imported it."""
     return sys.modules.get("flax.nnx")
 
 
@@ -27,7 +27,7 @@ def is_object(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is an object or an `nnx.State`, in which no other objects are searched."""
+    """Whether `value` is an object or an `nnx.State`: neither is searched for more objects."""
     return is_object(value) or (nnx() is not None and isinstance(value, nnx().State))
 
 
@@ -37,7 +37,7 @@ def holds_objects(tree: PyTree) -> bool:
 
 
 def _opened(leaf: PyTree) -> tuple[list[PyTree], Callable[[list[PyTree]], PyTree]]:
-    """Returns what a bound method, a partial or another callable holds, and how to put it back."""
+    """Returns the parts of a bound method, a partial or another callable, and how to rebuild it."""
     if isinstance(leaf, types.MethodType):
         return [leaf.__self__], lambda parts: _bound(leaf.__func__, *parts)
     if isinstance(leaf, functools.partial):
@@ -55,7 +55,7 @@ def _partial(func: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
 
 
 def _bound(func: Callable[..., PyTree], owner: Object) -> PyTree:
-    """Returns a method bound to an object, that of its proxy class if the object is of one."""
+    """Binds a method to an object; if the object is a proxy, binds its wrapper of the method."""
     name = getattr(func, "__name__", "")
     if getattr(getattr(type(owner), name, None), "__wrapped__", None) is func:
         return getattr(owner, name)
@@ -63,7 +63,7 @@ def _bound(func: Callable[..., PyTree], owner: Object) -> PyTree:
 
 
 def objects_of(leaf: PyTree) -> Iterator[Object]:
-    """Yields `leaf` if it is an object, and those that it is a bound method or a partial of."""
+    """Yields `leaf` if it is an object, or the objects in a bound method or a partial."""
     if is_object(leaf):
         yield leaf
     else:
@@ -87,14 +87,14 @@ def replace_objects(leaf: PyTree, copies: Iterator[Object]) -> PyTree:
 
 
 def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-    """Makes a cast leave variables of NNX as they are, except for each `nnx.Param`.
+    """Makes a cast skip variables of NNX other than `nnx.Param`.
 
     They are state: running statistics, caches, counters. A rounded average would lose digits at
-    every step. Layers cast what they read of it to 16 bits themselves.
+    every step. Layers that compute in 16 bits cast the state that they read themselves.
     """
 
     def spared(tree: PyTree) -> PyTree:
-        # Copies may change in a trace in which the caller's own variables may not.
+        # Copies, because a trace may not change the variables of its caller.
         return cast_except(cast, jax.tree.map(lambda leaf: leaf, tree), is_kept)
 
     return spared
@@ -106,17 +106,17 @@ def is_kept(value: object) -> bool:
     return is_variable and not isinstance(value, nnx().Param)
 
 
-# Objects of Flax's NNX around a transformation: they are split before it, and updated after it.
+# Functions of NNX objects as pure functions: objects are split before a call, and updated after it.
 #
-# An object changes when it is used, which a function that JAX traces cannot do. NNX's own
+# Using an object may change it, and functions that JAX traces must not change objects. NNX's own
 # transformations split an object outside, use a copy inside, and update the object by the copy's
-# new state. `call` does the same for the transformations of this package; what the call has changed
-# comes out of the transformation as a pytree, `Changes`.
+# new state. `call` does the same for the transformations of jmpx; the transformation returns the
+# new state as a pytree, `Changes`.
 
 
 R = TypeVar("R")
-_CONTEXT = "jmpx"  # the tag of our contexts in `nnx.update_context`
-Leaf: TypeAlias = Any  # of an object: most are arrays, some are Python numbers or text
+_CONTEXT = "jmpx"  # the tag of our `nnx.update_context`
+Leaf: TypeAlias = Any  # of the state of an object: an array, a Python number or text
 Function: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = tuple[PyTree, ...]
 Keywords: TypeAlias = dict[str, PyTree]
@@ -128,10 +128,10 @@ def apply(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
 
 
 class _Parts(NamedTuple):
-    """A split object. If it is exposed, `params` are an argument of the transformation."""
+    """A split object; if it is an argument itself, the transformation gets its `params`."""
 
     graphdef: Object
-    params: PyTree  # None if it is not exposed
+    params: PyTree  # None if the object is not an argument itself
     rest: PyTree
 
 
@@ -146,11 +146,11 @@ _ARRAY = object()  # stands for a new array in a record, which does not hold it
 
 
 class _Origin(NamedTuple):
-    """Where a leaf of the objects comes from, as they are after a call."""
+    """The origin of a leaf that an object has after a call."""
 
-    place: int | None  # the index of the leaf before the call that it replaces, or is, if any
-    is_old: bool  # whether it is that leaf
-    leaf: Leaf  # that leaf, or another one such as a Python number; `_ARRAY` for a new array
+    place: int | None  # the index that the leaf had before the call; None for a new variable
+    is_old: bool  # whether the leaf is unchanged
+    leaf: Leaf  # the leaf; `_ARRAY` for a new array
     is_random: bool  # whether it is in a random counter
 
 
@@ -161,10 +161,10 @@ class _Record:
     objects: Sequence[Object] = ()  # before the call
     leaves: Sequence[Leaf] = ()  # of them: the parameters, then the state
     num_params: int = 0  # among these leaves
-    graphdefs: Sequence[Object] = ()  # after the call, then of the objects in its result
-    structure: PyTree = None  # of their leaves
-    origins: Sequence[_Origin] = ()  # of each of their leaves
-    is_rebuilt: bool = False  # whether the structure of an object, or their number, has changed
+    graphdefs: Sequence[Object] = ()  # after the call, with those of objects in its result
+    structure: PyTree = None  # of the leaves after the call
+    origins: Sequence[_Origin] = ()  # of the leaves after the call
+    is_rebuilt: bool = False  # whether a structure or the number of objects has changed
 
     def merged(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Returns the leaves after the call, given the new arrays."""
@@ -175,7 +175,7 @@ class _Record:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Returned:
-    """Stands for an object in a function's result: that of `_Record.graphdefs` at `index`."""
+    """Stands for an object in a function's result, by its index in `_Record.graphdefs`."""
 
     index: int
 
@@ -183,21 +183,21 @@ class _Returned:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a call has changed in objects of NNX: a pytree of the new arrays."""
+    """The new state of NNX objects after a call: a pytree of the new arrays."""
 
     arrays: list[Leaf]
     record: _Record = dataclasses.field(metadata={"static": True})
 
     def replaced(self) -> set[int]:
-        """Returns the identities of what the objects held before the call, and hold no longer."""
+        """Returns the identities of the leaves that the call has replaced."""
         kept = {id(origin.leaf) for origin in self.record.origins if origin.is_old}
         return set(map(id, self.record.leaves)) - kept
 
     def stored(self, state: Sequence[Leaf] | None = None, with_random: bool = True) -> "Changes":
-        """Returns what each new array replaces; None for a new variable.
+        """Returns the leaves that the new arrays replace; None for a new variable.
 
-        A `state` that `advance` has returned may take the place of the one before the call. A
-        skipped step goes back, but for random counters, because it has drawn its numbers.
+        A `state` from `advance` may take the place of the state before the call. A skipped step
+        restores these leaves, except random counters, because its numbers were drawn.
         """
         record = self.record
         leaves = record.leaves if state is None else [*[None] * record.num_params, *state]
@@ -205,13 +205,13 @@ class Changes:
         return Changes([None if p is None else leaves[p] for p in places], record)
 
     def new_parameters(self) -> dict[int, int]:
-        """Returns the places of the parameters that arrays replace, by the arrays' indices."""
+        """Returns the places of replaced parameters, by the indices of the new arrays."""
         num = self.record.num_params
         places = enumerate(origin.place for origin in self._new_origins())
         return {index: p for index, p in places if p is not None and p < num}
 
     def without(self, places: Collection[int]) -> "Changes":
-        """Returns the changes without the arrays that replace the leaves at some places."""
+        """Returns the changes without the new arrays for the leaves at some places."""
         pairs = zip(self.arrays, self._new_origins(), strict=True)
         arrays = [array for array, origin in pairs if origin.place not in places]
 
@@ -228,7 +228,7 @@ class Changes:
         return [origin for origin in self.record.origins if origin.leaf is _ARRAY]
 
     def advance(self, state: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the state with the new arrays in it, for a next call.
+        """Returns the state with the new arrays in it, for the next call.
 
         Raises:
             ValueError: if the call has changed more of its objects than the values of arrays.
@@ -266,21 +266,21 @@ class Changes:
 
 
 class PureFunction:
-    """A function as a pure one of the state of its objects, of which it has none; see `_Split`."""
+    """A pure function of the state of its NNX objects; this class is for one without objects."""
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn
-        self.objects: list[Object] = []  # of NNX, which are split
+        self.objects: list[Object] = []  # of NNX
         self.invoke: Function = apply  # calls the function with its arguments; may be replaced
 
     def __call__(
         self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
     ) -> tuple[PyTree, Changes]:
-        """Calls the function; returns its result, and what has changed in its objects."""
+        """Calls the function; returns its result and the changes of its objects."""
         return refuse_delayed(self.invoke(self.fn, *args, **kwargs)), Changes([], _Record())
 
     def given(self, state: Sequence[Leaf], args: Arguments, kwargs: Keywords) -> list[Leaf]:
-        """Returns the leaves of the objects, by their places, as a call gets them."""
+        """Returns the leaves that a call gets for the objects, by their places."""
         return []
 
 
@@ -290,17 +290,17 @@ def call(
     args: Arguments,
     kwargs: Keywords,
 ) -> PyTree:
-    """Calls a function through a transformation, and gives the state of NNX objects back.
+    """Calls a function through a transformation, and updates the NNX objects in its arguments.
 
     The function itself may be an object, a bound method of one, or a `functools.partial` with one.
-    The arguments may hold objects anywhere, the same one more than once. A variable comes back in
-    the dtype in which it was stored, and an array that was not replaced as the same array.
+    The arguments may hold objects anywhere, one object more than once. A variable keeps the dtype
+    in which it was stored, and an array that was not replaced stays the same array.
 
     Args:
-        transform: called as `transform(pure, state, args, kwargs)`, returns the pair that
-            `pure(state, *args, **kwargs)` returns, transformed. In `args` and `kwargs`, each object
-            is replaced by the `nnx.State` of its `nnx.Param`s, so that these can be cast and
-            differentiated. The other leaves of the objects are in `state`, a list.
+        transform: called as `transform(pure, state, args, kwargs)`; calls
+            `pure(state, *args, **kwargs)`, transformed, and returns the same pair. In `args` and
+            `kwargs`, each object is replaced by the `nnx.State` of its `nnx.Param`s, so that these
+            can be cast and differentiated. The other leaves of the objects are in `state`, a list.
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -314,7 +314,7 @@ def call(
 def split(
     fn: Function, args: Arguments, kwargs: Keywords
 ) -> Iterator[tuple[PureFunction, list[Leaf], Arguments, Keywords]]:
-    """Yields a function as a pure one, the state of its NNX objects, and its arguments.
+    """Yields a function as a pure function, the state of its NNX objects, and its arguments.
 
     The objects stay as they are unless `Changes.restore` updates them. See `call`.
     """
@@ -328,7 +328,7 @@ def split(
 
 
 class _Split(PureFunction):
-    """A function of NNX objects, which are split. Make it within an `nnx.update_context`."""
+    """A pure function of split NNX objects. Make it within an `nnx.update_context`."""
 
     def __init__(self, fn: Function, leaves: list[PyTree], treedef: PyTree) -> None:
         super().__init__(fn)
@@ -399,7 +399,7 @@ class _Split(PureFunction):
             original = None if place is None else self.originals[place]
             is_old = place is not None and known[place] is leaf
             if not is_old and isinstance(leaf, jax.Array):
-                arrays.append(cast_like(leaf, original))  # in the dtype in which it is stored
+                arrays.append(cast_like(leaf, original))  # in its stored dtype
                 leaf = _ARRAY
             origins.append(_Origin(place, is_old, original if is_old else leaf, is_random))
         start = self.objects, self.originals, len(known) - len(self.state)
@@ -409,7 +409,7 @@ class _Split(PureFunction):
 
 
 def _are_random(rests: Sequence[PyTree]) -> list[bool]:
-    """Returns for each leaf of the state of objects whether it is in a random counter."""
+    """Returns for each leaf of the objects' state whether it is in a random counter."""
     variables = jax.tree.leaves(rests, is_leaf=lambda node: isinstance(node, nnx().Variable))
     return [isinstance(v, nnx().RngState) for v in variables for _ in jax.tree.leaves(v)]
 
@@ -424,7 +424,7 @@ def _refuse_ref(leaf: Leaf) -> Leaf:
 
 
 def _check_level(objects: Sequence[Object]) -> None:
-    """Raises unless all variables may be updated here; Flax would raise after it updated some."""
+    """Raises unless all variables may be updated here: Flax itself raises after updating some."""
     for _, value in nnx().iter_graph(tuple(objects)):
         if isinstance(value, nnx().Variable):
             value.set_metadata(value.get_metadata())  # changes nothing, and checks
@@ -433,7 +433,8 @@ def _check_level(objects: Sequence[Object]) -> None:
 def parameters_of(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Replaces each object of NNX in a pytree by the `nnx.State` of its parameters.
 
-    Also returns a function of such a pytree that updates the objects, and puts them back into it.
+    Also returns a function that takes such a pytree, updates the objects by it, and returns it with
+    the objects in it.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
     with nnx().split_context() as context:

@@ -1,4 +1,4 @@
-"""Pytrees: which leaves are arrays, casts of them, selections, and their export."""
+"""Pytrees: tests of leaves, casts, `all_finite`, `select_tree`, and export."""
 
 import contextlib
 import functools
@@ -17,18 +17,18 @@ import numpy as np
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
 
 PyTree: TypeAlias = Any  # JAX has no public type of pytrees.
-Array: TypeAlias = jax.Array | np.ndarray | np.generic
+ArrayLeaf: TypeAlias = jax.Array | np.ndarray | np.generic
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS = (bool, int, float, complex)
 
 
 def is_none(node: object) -> bool:
-    """Whether `node` is None; as an `is_leaf` it keeps None in the leaves of a pytree."""
+    """Whether `node` is None; as `is_leaf=`, it makes None a leaf of pytrees."""
     return node is None
 
 
-def is_array(leaf: object) -> TypeGuard[Array]:
+def is_array(leaf: object) -> TypeGuard[ArrayLeaf]:
     """Whether `leaf` is a JAX array, a tracer, a NumPy array or a NumPy scalar."""
     return isinstance(leaf, ARRAYS)
 
@@ -36,8 +36,8 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 def is_floating(leaf: object) -> bool:
     """Whether `leaf` is an array or a `jax.ShapeDtypeStruct` of a real floating dtype.
 
-    Casts change these leaves and no others: a NumPy scalar such as `np.float32(1)`, but not a
-    Python number, which has no dtype: JAX lets it take that of the other operand.
+    Casts change only these leaves. A NumPy scalar such as `np.float32(1)` is one; a Python number
+    is not, because it has no dtype: in JAX it takes the dtype of the other operand.
     """
     return isinstance(leaf, (*ARRAYS, jax.ShapeDtypeStruct)) and is_floating_dtype(leaf.dtype)
 
@@ -69,7 +69,7 @@ def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number |
 def can_replace(new: PyTree, old: PyTree) -> bool:
     """Whether a loop that carries the leaf `old` can carry `new` next.
 
-    An array may have other values, in its shape and dtype; any other leaf must be the same.
+    An array may change its numbers, but not its shape or dtype; any other leaf must be the same.
     """
     if is_traceable(new) and is_traceable(old):
         return (new.shape, new.dtype) == (old.shape, old.dtype)
@@ -82,12 +82,12 @@ def is_view(node: object) -> bool:
 
 
 def spell(leaf: object) -> str:
-    """Returns a leaf as error messages name it: an array as `float32[2, 3]`."""
+    """Returns the text of a leaf in error messages, such as `float32[2, 3]` for an array."""
     return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number of Python or NumPy, other than a bool."""
+    """Whether `value` is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -95,7 +95,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 T = TypeVar("T")
-FloatingT = TypeVar("FloatingT", bound=Array | jax.ShapeDtypeStruct)
+FloatingT = TypeVar("FloatingT", bound=ArrayLeaf | jax.ShapeDtypeStruct)
 
 
 def at_least_float32(leaf: FloatingT) -> FloatingT:
@@ -156,7 +156,7 @@ def cast_like(new: T, old: PyTree) -> T:
 
 
 def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Whether every number of a floating dtype is one of another; other dtypes hold their own."""
+    """Whether `wide` represents every number of `narrow`; only floating dtypes hold others."""
     if wide == narrow or not all(jnp.issubdtype(each, jnp.floating) for each in (wide, narrow)):
         return wide == narrow
     new, old = jnp.finfo(wide), jnp.finfo(narrow)
@@ -168,7 +168,7 @@ def holds(wide: np.dtype, narrow: np.dtype) -> bool:
 
 
 def cast_except(cast: Callable[[PyTree], PyTree], tree: T, passes: Callable[[object], bool]) -> T:
-    """Casts a pytree except for the nodes that pass as they are."""
+    """Casts a pytree, except for the nodes for which `passes` is true."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
     if not any(map(passes, nodes)):
         return cast(tree)
@@ -211,7 +211,7 @@ def cast_to_half(tree: T) -> T:
     return cast_tree(tree, half_dtype())
 
 
-# Pytrees as a whole: whether all of one is finite, and a selection between two by a flag.
+# Whole pytrees: whether all leaves are finite, and the selection of one of two by a flag.
 
 
 Flag: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array  # a bool of shape (), traced or not
@@ -243,8 +243,8 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> jax.Array:
         if is_inexact_array(leaf) or isinstance(leaf, float | complex)
     ]
     # XLA turns a reduction of bools into a chain of ands and clones the chain into every fusion
-    # that reads the result, so that a train step grows with the square of the number of leaves.
-    # XLA does not do so with integers that are compared to 0.
+    # that reads the result, so that a train step grows with the square of the number of leaves. It
+    # does not do so with integers that are compared to 0.
     finite = (jnp.stack(flags).astype(jnp.int32) > 0).all() if flags else jnp.array(True)
     return finite if axis_name is None else holds_on_all(finite, axis_name)
 
@@ -273,10 +273,8 @@ def as_flag(value: object, name: str) -> jax.Array:
         return jnp.asarray(value)
     if is_array(value) and value.dtype == jnp.bool_ and value.ndim == 0:
         return jnp.asarray(value)
-    if is_array(value):
-        got = spell(value)
-    else:  # A tree may be large, so that its type has to do.
-        got = repr(value) if isinstance(value, NUMBERS) else f"a {type(value).__name__}"
+    # The type alone of others, because a tree may be large.
+    got = spell(value) if isinstance(value, ARRAYS + NUMBERS) else f"a {type(value).__name__}"
     raise TypeError(
         f"Expected {name} to be a scalar bool, got {got}: reduce it first, as jmpx.all_finite does."
     )
@@ -311,8 +309,8 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
     flag, leaves = as_flag(pred, "pred"), itertools.count()
 
     def select(x: PyTree, y: PyTree) -> PyTree:
-        index = next(leaves)  # The paths of all leaves take longer than the selection.
-        return _select_leaf(pred, flag, lambda: _path_of_leaf(a, index), x, y)
+        # The path is for errors alone: to find all paths takes longer than to select.
+        return _select_leaf(pred, flag, functools.partial(_path_of_leaf, a, next(leaves)), x, y)
 
     return jax.tree.map(select, a, b)
 
@@ -355,11 +353,11 @@ def _select_outside_jax(pred: Flag, path: Callable[[], str], a: PyTree, b: PyTre
     )
 
 
-# Classes of pytrees that `jax.export` serializes, as arguments or results of a step.
+# Export: lets `jax.export` serialize classes of pytrees, as arguments and results of a step.
 
 
 ClassT = TypeVar("ClassT", bound=type)
-Configuration = Any  # what a node has beside its children
+Configuration = Any  # a node's data other than its children
 
 
 def serialized(
@@ -367,7 +365,7 @@ def serialized(
     write: Callable[[Configuration], object] = lambda configuration: configuration,
     read: Callable[[Any], Configuration] = lambda value: value,
 ) -> ClassT:
-    """Lets `jax.export` serialize a class of pytrees, whose configuration is written as JSON."""
+    """Lets `jax.export` serialize a class of pytrees, its configuration as JSON."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     with contextlib.suppress(ValueError):  # A registration from before a module's reload stays.
         if hasattr(cls, "_fields"):

@@ -17,7 +17,7 @@ from jmpx._base.dtypes import DTypeLike, check_enabled
 from jmpx._base.messages import describe
 from jmpx._base.stateful import is_kept, skip_kept
 from jmpx._base.trees import (
-    Array,
+    ArrayLeaf,
     AxisName,
     PyTree,
     at_least_float32,
@@ -196,7 +196,7 @@ def _gather_leaf(
     return _with_wide_sum(*arrays, over, axis, jnp.dtype(reduce_dtype))
 
 
-def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable]) -> None:
+def _check_shard(name: str, leaf: ArrayLeaf, axis: int, equal_along: list[Hashable]) -> None:
     reason = f"JAX knows it to be equal over {equal_along}" if equal_along else ""
     if not -leaf.ndim <= axis < leaf.ndim:
         reason = f"it has no axis {axis}"

@@ -32,7 +32,7 @@ from jmpx._jaxprs.marks import (
 
 V = TypeVar("V")
 
-# Errors of Python code that asks a traced array for its numbers.
+# Errors of Python code that reads the numbers of a traced array.
 UNREAD = (
     jax.errors.ConcretizationTypeError,  # `if x > 0`, `float(x)`, `x.item()`
     jax.errors.TracerIntegerConversionError,
@@ -59,14 +59,14 @@ def trace(
 ) -> Traced:
     """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are.
 
-    JAX's errors call the function by the name.
+    JAX's errors refer to the function by `name`.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    kept: list[object] = []  # the leaves of the result, `_TRACED` where one is an array
+    kept: list[object] = []  # the leaves of the result, `_TRACED` in place of arrays
     out_treedef = treedef
 
-    def on_arrays(*arrays: Array) -> list[Array]:  # made anew each time: JAX caches by identity
+    def on_arrays(*arrays: Array) -> list[Array]:  # made anew, because JAX caches by identity
         nonlocal out_treedef
         inputs = list(leaves)
         for i, array in zip(indices, arrays, strict=True):
@@ -89,7 +89,7 @@ def trace(
     return Traced(jaxpr, arrays, rebuild)
 
 
-_TRACED = object()
+_TRACED = object()  # stands for an array of the result
 
 
 def _as_traced(array: Array, aval: Aval) -> Array:
@@ -99,18 +99,21 @@ def _as_traced(array: Array, aval: Aval) -> Array:
     return np.asarray(array, aval.dtype)
 
 
+# The traces and transformations of JAX that are running.
+
+
 def current_trace() -> object:
-    """Returns an object that equals those of the same trace: of one body of a jaxpr."""
+    """Returns an object that identifies the current trace, of one body of a jaxpr."""
     return _of_core("get_opaque_trace_state")()
 
 
 @functools.cache
 def _of_core(name: str) -> Callable[[], Any]:
-    """Returns a function of traces, in `jax.core` until some line between JAX 0.7 and 0.10."""
+    """Returns a function of traces; older JAX, as 0.7, has it in `jax.core`."""
     return getattr(extend.core, name, None) or getattr(jax.core, name)
 
 
-# The traces of functions that are differentiated, whose results have the dtypes of cotangents.
+# The traces of functions that are being differentiated.
 _DERIVATIVES = ("JVPTrace", "LinearizeTrace")
 
 
@@ -150,9 +153,12 @@ def is_traced() -> bool:
 
 
 def _makes_equations() -> bool:
-    """Whether an operation becomes an equation here, and is not differentiated or batched first."""
+    """Whether operations become equations here without being differentiated or batched first."""
     with _of_core("take_current_trace")() as trace:
         return hasattr(trace, "frame")
+
+
+# Facts about jaxprs, operands and scopes.
 
 
 def is_literal(atom: Atom) -> bool:
@@ -177,7 +183,7 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
 
 def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation, also in tuples."""
-    values = params.values()  # Traces call this often: a generator inside would take longer.
+    values = params.values()  # Not a nested generator, which is slower: traces call this often.
     return [j for v in values for j in (v if isinstance(v, tuple) else (v,)) if is_jaxpr(j)]
 
 
@@ -205,7 +211,7 @@ def reached(
     operands: Sequence[Atom],
     begins: Callable[[Equation], bool] = lambda equation: False,
 ) -> set[Atom]:
-    """Returns the variables to which these operands contribute, or equations where it begins."""
+    """Returns the variables that depend on these operands, or on an equation that `begins`."""
     found = set(operands)
     for eqn in jaxpr.eqns:
         if begins(eqn) or any(atom in found for atom in eqn.invars if not is_literal(atom)):
@@ -217,15 +223,15 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 
 
 def scope_of(eqn: Equation) -> str:
-    """Returns the scopes that an equation was traced in, with marks of modules, as a path.
+    """Returns the scopes of an equation, with marks of modules, as a path.
 
-    The transformations around them are left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    Names of transformations are left out: `transpose(jvp(enc))/mlp` becomes `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
 
 
 def scope_within(scope: str, eqn: Equation) -> str:
-    """Returns `scope_of` an equation of an inner jaxpr, after the scope around that jaxpr."""
+    """Returns the scope of an equation in an inner jaxpr, after the scope around that jaxpr."""
     inner = scope_of(eqn)
     return f"{scope}/{inner}" if scope and inner else scope or inner
 
@@ -236,7 +242,7 @@ def _plain_scope(stack: str) -> str:
 
 
 def stack_of(eqn: Equation) -> Scopes:
-    """Returns the scopes of an equation as JAX keeps them, in which its operations run again."""
+    """Returns the scopes of an equation as JAX keeps them, without marks."""
     return unmarked_stack(eqn.source_info.name_stack).stack
 
 
@@ -252,28 +258,30 @@ def with_stack(eqn: Equation, scopes: Scopes) -> Equation:
 
 def with_scope(eqn: Equation, name: str) -> Equation:
     """Returns an equation within one more scope, the innermost one."""
-    stack = eqn.source_info.name_stack.extend(name)
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    return with_stack(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 @contextlib.contextmanager
 def within_scopes(scopes: Scopes) -> Iterator[None]:
-    """Lets operations run in more scopes, as `stack_of` returns them."""
+    """Runs operations in more scopes, as `stack_of` returns them."""
     with info.set_name_stack(info.current_name_stack() + info.NameStack(scopes)):
         yield
 
 
 @contextlib.contextmanager
 def at_source_of(eqn: Equation, *scopes: str, depth: int = 0) -> Iterator[None]:
-    """Lets operations run in the scopes of an equation, and more, at its line, in its context.
+    """Runs operations at the line, in the context and in the scopes of an equation, and in more.
 
-    The first scopes of the equation, as many as `depth` says, are around the operations already.
+    The first `depth` scopes of the equation are around the operations already.
     """
     stack = info.current_name_stack() + info.NameStack(stack_of(eqn)[depth:])
     for scope in scopes:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+# Running equations.
 
 
 def looks_for_nans(operands: Sequence[Array]) -> bool:
@@ -290,10 +298,10 @@ def looks_for_leaks() -> bool:
 def bind(
     eqn: Equation, operands: Sequence[Array], *, cached: bool = False, **params: object
 ) -> list[Array]:
-    """Runs an equation on other operands, with parameters that differ from its own.
+    """Runs an equation on other operands, with `params` in place of its own.
 
-    If `cached`, JAX may cache the primitive and its parameters as a jitted function, which it
-    cannot with effects, a jaxpr or parameters without a hash.
+    If `cached`, JAX may cache the primitive with its parameters as a jitted function. It cannot if
+    there are effects, a jaxpr, or parameters without a hash.
     """
     params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
@@ -306,7 +314,7 @@ def bind(
 
 def _bind(primitive: Primitive, params: Params, *operands: Array) -> PyTree:
     bound = primitive.get_bind_params(params)
-    # JAX 0.7 returns (functions, parameters), later lines one dictionary that holds both.
+    # JAX 0.7 returns (functions, parameters), later versions one dictionary with both.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
     return primitive.bind(*functions, *operands, **bound)
 
@@ -314,8 +322,8 @@ def _bind(primitive: Primitive, params: Params, *operands: Array) -> PyTree:
 @functools.lru_cache(maxsize=4096)
 def _jitted(primitive: Primitive, params: tuple[tuple[str, object], ...]) -> Callable[..., PyTree]:
     """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr."""
-    # JAX then differentiates it once for all equations of the same shapes, which saves much of the
-    # time to trace the gradients of a deep model.
+    # JAX then differentiates it once for all equations of the same shapes, which makes tracing the
+    # gradients of a deep model much faster.
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
     return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)
@@ -327,7 +335,7 @@ def with_dtype(aval: Aval, dtype: np.dtype) -> Aval:
 
 
 def weakly_typed(array: Array) -> Array:
-    """Returns the array with JAX's weak type, as a Python number has: others decide its dtype."""
+    """Returns the array with a weak type, as Python numbers have: other operands set its dtype."""
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
     )
@@ -347,7 +355,7 @@ def scan_counts_of(params: Params) -> tuple[int, int]:
 
 
 def in_shard_map(eqn: Equation, run: Callable[[], V]) -> V:
-    """Runs a function where the axes are known that a shard_map makes manual."""
+    """Runs a function inside of the mesh axes that a shard_map makes manual."""
     results: list[V] = []
 
     def body() -> tuple[()]:

@@ -1,4 +1,4 @@
-"""Facts about equations: what moves values as they are, FLOPs, and the user's line."""
+"""Facts about equations: which primitives only move numbers, FLOPs, and the user's lines."""
 
 import functools
 import math
@@ -13,40 +13,40 @@ import numpy as np
 from jmpx._jaxprs.core import inner_jaxprs, operation_name
 from jmpx._jaxprs.marks import Equation, Jaxpr
 
-# Results that hold the numbers of the operand, as they are.
+# The result has the numbers of the operand.
 IDENTITIES = frozenset("copy copy_p name stop_gradient optimization_barrier device_put".split())
-# The same, by primitives that change what JAX knows of the devices of an array.
+# The same, by primitives that change where an array is, or along which axes it varies.
 PLACEMENTS = frozenset("sharding_constraint reshard mesh_cast pvary pbroadcast pcast".split())
-# Results that hold each number of the operand, once unless it is broadcast, in another shape.
+# The result has the numbers of the operand in another shape, broadcast or in another order.
 RESHAPES = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims rev".split())
-# Results that hold some numbers of the first operand; other operands are indices.
+# The result has some numbers of the first operand; other operands are indices.
 PICKS = frozenset("slice split unstack tile dynamic_slice gather".split())
-# Results that hold numbers of several operands.
+# The result has numbers of several operands.
 JOINS = frozenset("concatenate stack pad dynamic_update_slice".split())
-# Results that hold numbers of other devices.
+# The result has numbers of other devices.
 EXCHANGES = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
     """.split()
 )
-# Results that hold the numbers of the operand, rounded.
+# The result has the numbers of the operand, rounded.
 ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 
-# The beginnings of the names of primitives that compute what no jaxpr shows, or that of a kernel.
+# Primitives whose computation no jaxpr shows, or only the jaxpr of a kernel; names begin like this.
 HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
-FOREIGN = "ffi_call"  # of these, that of a compiled function, which may be a kernel
+FOREIGN = "ffi_call"  # calls a compiled function, which may be a kernel
 
 
 # FLOPs of products, from shapes alone: two for each multiplication with its addition.
 #
-# A convolution multiplies only what is not padding.
+# Padding of convolutions does not count.
 
 
 def flops_of(jaxpr: Jaxpr, chosen: Collection[Equation]) -> tuple[int, int]:
-    """Returns the FLOPs of the products of a jaxpr, and of those in some of its equations.
+    """Returns the FLOPs of all products of a jaxpr, and of the products in `chosen` equations.
 
-    Those of a loop are of all trips that are known, those of a kernel of its whole grid, and those
-    of a conditional of the branch with most in these equations.
+    A loop counts with all its trips, if their number is known, a kernel with its whole grid, and a
+    conditional with the branch that has most FLOPs in the chosen equations.
     """
     total = part = 0
     for eqn in jaxpr.eqns:
@@ -64,7 +64,7 @@ def flops_of(jaxpr: Jaxpr, chosen: Collection[Equation]) -> tuple[int, int]:
 
 
 def _trips(eqn: Equation) -> int:
-    """Returns how often an equation runs the jaxprs that it holds, as far as it is known."""
+    """Returns how often an equation runs the jaxprs that it holds; 1 if that is unknown."""
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     sizes = (eqn.params.get("length", 1), *grid)
     return math.prod(size for size in sizes if isinstance(size, int))
@@ -90,7 +90,7 @@ def _convolution(eqn: Equation) -> int:
     lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     rhs, params = eqn.invars[1].aval.shape, eqn.params
     lhs_axes, rhs_axes, out_axes = params["dimension_numbers"]
-    # Groups need no look: the kernel has the inputs of one group, the result the batch of one.
+    # Holds with groups, too: the kernel has the inputs of one group, the result its batch.
     count = result[out_axes[0]] * result[out_axes[1]] * rhs[rhs_axes[1]]
     steps = (params["window_strides"], params["lhs_dilation"], params["rhs_dilation"])
     sizes = zip(lhs_axes[2:], rhs_axes[2:], out_axes[2:], params["padding"], *steps, strict=True)
@@ -108,9 +108,9 @@ def _convolution(eqn: Equation) -> int:
 def taps(
     inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
 ) -> int:
-    """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
+    """Returns how often one axis of a kernel meets a number of the input, not padding or a hole.
 
-    Each axis has a size and the distance of its elements. The padding may be negative.
+    Each axis is given by its size and the distance of its elements. Padding may be negative.
     """
     dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
     (few, far), (many, step) = sorted((kernel, outputs))
@@ -125,10 +125,10 @@ FLOPS: dict[str, Callable[[Equation], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
-}  # by the names of products, of their equations
+}  # primitive -> the FLOPs of its equation
 
 
-# The lines of the user's code in which equations were traced.
+# The lines of the user's code that equations come from.
 
 
 class Place(NamedTuple):
@@ -136,7 +136,7 @@ class Place(NamedTuple):
 
     file: str
     line: int
-    function: str  # which holds the line
+    function: str  # around the line
     caller: "Place | None" = None  # the user's own line, if this one is in an installed package
 
     def __str__(self) -> str:
@@ -179,10 +179,10 @@ def _packages() -> tuple[str, ...]:
 
 
 def call_of(eqn: Equation) -> object:
-    """Returns what identifies the call in the user's code that traced an equation, or None.
+    """Returns a key of the call in the user's code that traced an equation, or None.
 
-    It is equal for the operations of one call, such as a promotion and the product that needs it,
-    and differs for two calls on one line.
+    Operations of one call, such as a promotion and the product that needs it, have equal keys; two
+    calls on one line have different ones.
     """
     traceback = eqn.source_info.traceback
     for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
@@ -202,7 +202,7 @@ def is_of_library(file: str) -> bool:
 
 
 def note_source(error: Exception, eqn: Equation) -> None:
-    """Adds the line of the user's code to an error of an equation, unless one inside of it has."""
+    """Adds the user's line to an error of an equation, unless an inner equation has done so."""
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
     place = place_of(eqn)

@@ -2,12 +2,12 @@
 
 The gradient of a gather, such as a lookup in an embedding table, adds up the cotangents of equal
 indices. In bfloat16 that sum stops at 256, because 256 + 1 is 256 there. `summed_in_float32` has
-each gather widen its operand, pick in float32 and round what it picked. The result is the same to
-the bit, the sum is in float32, and compilers fuse both casts with the gather.
+each gather widen its operand, pick in float32 and round the picked numbers. The result is the same
+to the bit, the sum is in float32, and compilers fuse both casts with the gather.
 
-The functions that run inside are the user's. They may branch on numbers, or keep arrays in lists,
-so jmpx cannot trace them first and change their jaxprs. Instead, JAX's primitives `gather` and
-`scan` look here each time they run, whether a function runs eagerly or is traced.
+The user's functions may branch on numbers, or keep arrays in lists, so jmpx cannot trace them first
+and change their jaxprs. Instead, JAX's primitives `gather` and `scan` call this file each time they
+run, whether a function runs eagerly or is traced.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from jmpx._jaxprs.inner import inner_of, once_per_jaxpr, walk
 from jmpx._jaxprs.marks import Params, Primitive
 
 Bind = Callable[..., PyTree]
-Sources = frozenset[int]  # the operands of a jaxpr whose numbers an array in it holds
+Sources = frozenset[int]  # the indices of a jaxpr's operands whose numbers an array has
 
 _TOPIC = "sums of gathers"
 _FLOAT32 = np.dtype(np.float32)
@@ -45,13 +45,13 @@ _KEEPING = IDENTITIES | PLACEMENTS | RESHAPES | ROUNDINGS
 
 
 def summed_in_float32(is_on: bool = True) -> AbstractContextManager[None]:
-    """Has the gradients of gathers in this thread summed in float32, or as JAX does."""
+    """Sums the gradients of gathers in this thread in float32, or as JAX does."""
     is_set = fact(_TOPIC) is not None
     return contextlib.nullcontext() if is_set == is_on else fact_set(_TOPIC, is_on or None)
 
 
 def _is_narrow(aval: Array | Aval) -> bool:
-    dtype = getattr(aval, "dtype", None)  # a token has none, and that of keys is none of NumPy
+    dtype = getattr(aval, "dtype", None)  # tokens have none, and keys one that is not NumPy's
     return isinstance(dtype, np.dtype) and is_floating_dtype(dtype) and dtype.itemsize < 4
 
 
@@ -63,7 +63,7 @@ def _gather(bind: Bind, operand: Array, indices: Array, **params: PyTree) -> Arr
 
 
 def _is_in_kernel() -> bool:
-    """Whether a Pallas kernel is traced, of which JAX takes no derivative by its gathers."""
+    """Whether a Pallas kernel is traced: JAX does not differentiate its gathers."""
     return any((name or "").startswith("pallas_call") for name in enclosing_bodies())
 
 
@@ -75,7 +75,7 @@ def _picks_once(indices: Array, params: Params) -> bool:
 
 
 def _scan(bind: Bind, *operands: Array, **params: PyTree) -> list[Array]:
-    """Runs a scan that takes its tables in float32, as it sums their gradients over its turns."""
+    """Runs a scan that gets its tables in float32: it sums their gradients over its trips."""
     jaxpr, (consts, _) = params["jaxpr"], scan_counts_of(params)
     tables = _tables(jaxpr, consts)
     if not tables:
@@ -89,7 +89,7 @@ def _scan(bind: Bind, *operands: Array, **params: PyTree) -> list[Array]:
 
 @once_per_jaxpr
 def _tables(jaxpr: Jaxpr, consts: int) -> Sources:
-    """Returns the constants of a scan, of less than 32 bits, from which each turn picks rows."""
+    """Returns the constants of a scan, of less than 32 bits, from which each trip picks rows."""
     found = set[int]()
 
     def follow(jaxpr: Jaxpr, operands: Sequence[Sources]) -> list[Sources]:
@@ -113,7 +113,7 @@ def _tables(jaxpr: Jaxpr, consts: int) -> Sources:
 
 @once_per_jaxpr
 def _taking_float32(jaxpr: Jaxpr, operands: Sources) -> Jaxpr:
-    """Returns a jaxpr that takes some operands in float32, and rounds them first."""
+    """Returns a jaxpr that takes some operands in float32, and rounds them at its beginning."""
     avals = [var.aval for var in jaxpr.invars]
     dtypes = {i: avals[i].dtype for i in operands}
 
@@ -127,7 +127,7 @@ def _taking_float32(jaxpr: Jaxpr, operands: Sources) -> Jaxpr:
 
 
 def _have_run(primitive: Primitive, run: Callable[..., PyTree]) -> None:
-    """Has a primitive run by a function, `run(bind, *operands, **params)`, where sums are so."""
+    """Makes a primitive call `run(bind, *operands, **params)` under `summed_in_float32`."""
     bind = primitive.bind
 
     @functools.wraps(bind)

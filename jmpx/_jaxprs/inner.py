@@ -1,4 +1,4 @@
-"""How equations run the jaxprs that they hold; searches from results backwards; equal programs."""
+"""How equations run the jaxprs that they hold; walks, searches, pieces and keys of jaxprs."""
 
 import functools
 import itertools
@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from jmpx._jaxprs import core
 from jmpx._jaxprs.core import (
     Params,
     Scopes,
@@ -25,8 +24,8 @@ from jmpx._jaxprs.marks import Atom, Equation, Jaxpr, is_jaxpr
 
 V = TypeVar("V")
 CHECKPOINT = "remat2"
-CALLS = frozenset({"call", "closed_call", "jit", CHECKPOINT})  # their jaxpr gets the operands
-# Their jaxprs can be changed: nothing else in the equation says what they compute.
+CALLS = frozenset({"call", "closed_call", "jit", CHECKPOINT})  # they run one jaxpr on all operands
+# Their jaxprs can be changed, because no other parameter depends on what these compute.
 CHANGEABLE = CALLS | {"cond", "scan", "shard_map"}
 
 
@@ -39,8 +38,8 @@ class Inner(NamedTuple):
     """
 
     kind: str  # `call`, `scan`, `while`, `cond` or `shard_map`
-    jaxprs: tuple[Jaxpr, ...]  # of which one runs: a cond has several
-    first: int = 0  # how many operands come before: a cond's index, the constants of `condition`
+    jaxprs: tuple[Jaxpr, ...]  # one of them runs: a cond has several
+    first: int = 0  # how many operands come first: a cond's index, the constants of `condition`
     consts: int = 0
     carry: int = 0
     trips: int | None = 1  # how many trips a loop makes; None if it depends on the data
@@ -56,8 +55,8 @@ class Inner(NamedTuple):
 def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
     """Returns the jaxprs that an equation runs on a platform such as "tpu", and how.
 
-    None if the equation stands for itself: if it holds no jaxpr, or is more than a call of one,
-    such as a Pallas kernel or a linear solve.
+    None if the equation holds no jaxpr, or is more than a call of one, such as a Pallas kernel or a
+    linear solve.
     """
     params, name = eqn.params, eqn.primitive.name
     if name == "scan":
@@ -77,7 +76,7 @@ def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
 
 
 def _branches(eqn: Equation, platform: str | None) -> Sequence[Jaxpr]:
-    """Returns the branches of a cond: of a `lax.platform_dependent`, the one that JAX lowers."""
+    """Returns the branches of a cond; for `lax.platform_dependent`, the one that JAX lowers."""
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
     platform = platform or jax.default_backend()
     names = ("cuda", "rocm") if platform == "gpu" else (platform,)  # as JAX lowers for them
@@ -88,7 +87,7 @@ def _branches(eqn: Equation, platform: str | None) -> Sequence[Jaxpr]:
 
 
 def _is_call(jaxpr: Jaxpr, eqn: Equation) -> bool:
-    """Whether operands and results of a jaxpr and of its equation have the same shapes."""
+    """Whether a jaxpr and its equation have operands and results of the same shapes."""
     is_same = _shapes(jaxpr.invars) == _shapes(eqn.invars)
     return is_same and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
 
@@ -104,11 +103,10 @@ def walk(
     constant: Callable[[Atom, object], V],
     join: Callable[[Sequence[V]], V] | None = None,
 ) -> list[V]:
-    """Goes through the equations of a jaxpr, in order, and returns its results.
+    """Interprets a jaxpr on values of any kind, equation by equation, and returns its results.
 
-    `constant` returns what stands for a constant or a literal. If `join` is given, it makes one
-    value of several: a mutable array that an equation may have written to joins all its operands
-    and results.
+    `constant` returns the value of a constant or a literal. `join`, if given, merges values: a
+    mutable array that an equation may have written to gets the join of all operands and results.
     """
     env = dict(zip(jaxpr.invars, operands, strict=True))
     for var, const in zip(jaxpr.constvars, consts_of(jaxpr), strict=False):
@@ -132,7 +130,7 @@ def walk(
 def depends(jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
     """Returns which results depend on the numbers of these operands, as a shape does not.
 
-    What a loop, a branch or another function computes depends on all that it reads.
+    The results of a loop, a branch or another function depend on everything that it reads.
     """
 
     def step(eqn: Equation, inputs: Sequence[bool]) -> Sequence[bool]:
@@ -152,14 +150,14 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 
 def is_backward(eqn: Equation) -> bool:
-    """Whether an equation is of the backward pass of a gradient, by the names of its scopes."""
+    """Whether an equation belongs to a backward pass, by the names of its scopes."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
-    """Keeps what a function finds of a jaxpr, by its other arguments, as long as the jaxpr lives.
+    """Caches a function of a jaxpr and other arguments as long as the jaxpr lives.
 
-    The result must not refer to the jaxpr, which it would keep alive.
+    The result must not refer to the jaxpr, because it would keep the jaxpr alive.
     """
     found = weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, V]]()
 
@@ -184,17 +182,17 @@ def any_holds(jaxpr: Jaxpr, test: Callable[[Equation], bool]) -> bool:
     return any(holds(eqn, test) for eqn in jaxpr.eqns)
 
 
-# Which variables of a jaxpr reach something, such as a product, found from its results backwards.
+# Searches from results backwards: which variables of a jaxpr reach something, such as a product.
 #
 # A path goes through the jaxprs that equations hold, operand by operand, and a loop's carry through
-# all of its turns.
+# all of its trips.
 
 
 CONVOLUTION = "conv_general_dilated"
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
 
 Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
-# Tells which operands of an equation reach it, given all variables that are found.
+# Tells which operands of an equation reach the goal, given all variables found so far.
 Step: TypeAlias = Callable[[Equation, Collection[Atom]], Flags]
 # Returns the step for the equations of a jaxpr.
 Search: TypeAlias = Callable[[Jaxpr], Step]
@@ -202,15 +200,15 @@ Search: TypeAlias = Callable[[Jaxpr], Step]
 
 @once_per_jaxpr
 def find(jaxpr: Jaxpr, search: Search, results: Flags) -> frozenset[Atom]:
-    """Returns the variables of a jaxpr that reach what a search looks for.
+    """Returns the variables of a jaxpr that reach the goal of a search.
 
-    The flags say which of its first results reach it outside; the others do not.
+    The flags say which of its first results reach it outside; other results do not.
     """
     step, found = search(jaxpr), set[Atom]()
 
     def add(atoms: Sequence[Atom], flags: Flags) -> None:
         pairs = zip(atoms, flags, strict=False)
-        found.update(atom for atom, flag in pairs if flag and not core.is_literal(atom))
+        found.update(atom for atom, flag in pairs if flag and not is_literal(atom))
 
     add(jaxpr.outvars, results)
     for equation in reversed(jaxpr.eqns):
@@ -224,13 +222,13 @@ def find(jaxpr: Jaxpr, search: Search, results: Flags) -> frozenset[Atom]:
 
 def variables(equation: Equation) -> list[Atom]:
     """Returns the operands of an equation, without literals."""
-    return [atom for atom in equation.invars if not core.is_literal(atom)]
+    return [atom for atom in equation.invars if not is_literal(atom)]
 
 
 def _through(search: Search, equation: Equation, inner: Inner, found: Collection[Atom]) -> Flags:
-    """Returns which operands of a call reach something."""
+    """Returns which operands of an equation with inner jaxprs reach the goal."""
     results = within(search, equation, found)
-    # Of a `lax.platform_dependent`, any branch may run: the program may be for another platform.
+    # Any branch of a `lax.platform_dependent` may run: the program may be for another platform.
     jaxprs = equation.params.get("branches", inner.jaxprs)
     columns = zip(*(_inputs(search, jaxpr, results) for jaxpr in jaxprs), strict=True)
     flags = tuple(map(any, columns))
@@ -242,9 +240,9 @@ def _through(search: Search, equation: Equation, inner: Inner, found: Collection
 
 
 def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
-    """Returns which results of the jaxpr that an equation holds reach something.
+    """Returns which results of the jaxpr that an equation holds reach the goal.
 
-    A loop reads what it carries in its next turn.
+    A loop reads its carry in the next trip.
     """
     results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
     while inner is not None:
@@ -284,24 +282,24 @@ def _multiplied(equation: Equation, found: Collection[Atom]) -> Flags:
     if operation_name(equation.primitive.name) in PRODUCTS:
         is_read |= not is_outer(equation)
     else:
-        is_read |= any(find(j, multiplied, ()) for j in core.inner_jaxprs(equation.params))
+        is_read |= any(find(j, multiplied, ()) for j in inner_jaxprs(equation.params))
     return (is_read,) * len(equation.invars)
 
 
-# Pieces of a jaxpr: equations that run together, and what goes into them and comes out.
+# Pieces of a jaxpr: equations that run together, with their inputs and outputs.
 
 
 class Piece(NamedTuple):
     """Equations that run together."""
 
     equations: list[Equation]  # in their order
-    inputs: list[Atom]  # the variables that they read, and others define
-    outputs: list[Atom]  # the variables that they define, and others read
-    last: list[Atom]  # the variables that nothing reads after them
+    inputs: list[Atom]  # variables from outside that they read
+    outputs: list[Atom]  # variables that they define and something outside reads
+    last: list[Atom]  # variables that nothing reads after them
 
 
 def split(jaxpr: Jaxpr, groups: Sequence[Sequence[int]]) -> list[Piece]:
-    """Returns the pieces that groups of the equations make, given their indices, in order."""
+    """Splits the equations of a jaxpr into pieces, given their indices by groups, in order."""
     read = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     pieces = []
     for indices in reversed(groups):
@@ -326,18 +324,18 @@ def scopes_around(piece: Piece, stack_of: Callable[[Equation], Scopes] = stack_o
     return first
 
 
-# What a program does, as a key: programs that were traced apart share it if they do the same.
+# Keys of programs: two programs that were traced apart have equal keys if they do the same.
 
 
 def structure(jaxpr: Jaxpr) -> Hashable:
     """Returns a key of a jaxpr: equal ones compute the same, given equal operands and constants.
 
-    The primitives, their parameters and contexts, inner jaxprs, abstract values, the numbers of
-    literals and how variables connect are part of it; scopes and lines are not, and of constants
-    only the abstract values. Where one inner jaxpr runs twice, it does so in all jaxprs of the key.
+    The key holds the primitives, their parameters and contexts, inner jaxprs, abstract values, the
+    numbers of literals and how variables connect. It holds no scopes and no lines, and only the
+    abstract values of constants. A shared inner jaxpr is stored once, and then by number.
 
-    Functions with derivatives of their own differ only by the jaxpr that they run: JAX makes the
-    rules anew in each trace.
+    Functions with derivative rules differ only by the jaxpr that they run: JAX makes the rules anew
+    in each trace.
 
     Raises:
         TypeError: by `hash` of the key, if a parameter has no hash.
@@ -348,7 +346,7 @@ def structure(jaxpr: Jaxpr) -> Hashable:
 def structure_of(
     equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
 ) -> Hashable:
-    """Returns the key of equations that read and return these variables; rules differ in it."""
+    """Returns the key of equations that read and return these variables, with derivative rules."""
     return _Keys(derivatives=True).equations(equations, inputs, outputs)
 
 
@@ -363,9 +361,8 @@ def kind_of(
 ) -> Hashable:
     """Returns a key of equations: equal ones compute the same, at the same lines.
 
-    The constants and the derivatives of the functions in them are the same, too, and so are their
-    scopes, without marks and the first ones, as many as `depth` says. Where a parameter has no
-    hash, no other key is equal.
+    They also have the same constants, derivative rules, and scopes, apart from marks and from the
+    first `depth` scopes. If a parameter has no hash, the key equals no other.
     """
     key = structure_of(equations, inputs, outputs), tuple(_places(equations, depth))
     try:
@@ -376,9 +373,9 @@ def kind_of(
 
 
 def _places(equations: Sequence[Equation], depth: int = 0) -> Iterator[Hashable]:
-    """Yields the scopes and lines of equations, and of those in the jaxprs that they hold.
+    """Yields the scopes and lines of equations and of the equations in the jaxprs that they hold.
 
-    Also what identifies the constants of these jaxprs.
+    Also yields the identities of the constants of these jaxprs.
     """
     for eqn in equations:
         yield stack_of(eqn)[depth:], eqn.source_info.traceback
@@ -388,7 +385,7 @@ def _places(equations: Sequence[Equation], depth: int = 0) -> Iterator[Hashable]
 
 
 class _Keys:
-    """Makes keys, and knows the inner jaxprs that it has met."""
+    """Makes keys, and numbers the inner jaxprs that it has met."""
 
     def __init__(self, derivatives: bool) -> None:
         self.derivatives = derivatives

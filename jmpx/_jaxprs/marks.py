@@ -1,4 +1,4 @@
-"""Name stacks: JAX's types of them, marks of modules, and the scopes that autocast reads."""
+"""Types of jaxprs, marks of modules in name stacks, and the scopes that autocast reads."""
 
 import contextlib
 import functools
@@ -14,34 +14,34 @@ from jmpx._base.contexts import AUTOCAST, fact_set, traced_with_marks
 from jmpx._base.matmul import as_matmul, matmul_precision
 from jmpx._base.messages import check_runs_at_once, refuse_delayed
 
-# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
-# one class; and the public type of an operand does not know that arrays have dtypes.
+# Types of jaxprs. All are Any, because JAX has no public types that all supported versions share:
+# since 0.11, open and closed jaxprs are one class; and the public type of operands has no dtype.
+
 Jaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
 Atom: TypeAlias = Any  # an operand or a result of an equation: a variable or a literal
 Aval: TypeAlias = Any  # an abstract array: a shape, a dtype and more
 Primitive: TypeAlias = Any
-Array: TypeAlias = Any  # of JAX or NumPy, or what stands for one, such as a tracer
+Array: TypeAlias = Any  # an operand's value: an array of JAX or NumPy, or a tracer
 Params: TypeAlias = dict[str, Any]  # the parameters of an equation
 NameStack: TypeAlias = Any
-Scopes: TypeAlias = tuple[Any, ...]  # what a name stack holds
+Scopes: TypeAlias = tuple[Any, ...]  # the entries of a name stack
 
 
 def is_jaxpr(value: object) -> bool:
-    """Whether something is a jaxpr, closed or open."""
+    """Whether a value is a jaxpr, closed or open."""
     return hasattr(value, "eqns")
 
 
 # Marks: scopes that tell autocast which module an operation belongs to.
 #
 # A framework's scopes name at most a module's path. So while autocast traces a function, the
-# adapters enter one more scope around each method call of a module: a mark, which stands for its
-# class and path. Autocast reads the marks of the jaxpr, and leaves them out of the scopes of
-# operations.
+# adapters enter one more scope around each method call of a module: a mark, which stands for the
+# module's class and path. Autocast reads the marks in the jaxpr, and runs operations without them.
 
 
 _MARK = "jmpx.module:"
-_POLICY = "jmpx.policy:"  # begins the scope of an operation under autocast that is inspected
+_POLICY = "jmpx.policy:"  # begins the scope of an operation while autocast is inspected
 
 
 class Module(NamedTuple):
@@ -52,18 +52,18 @@ class Module(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """What a mark says."""
+    """The meaning of a mark."""
 
     module: Module
-    policy: Hashable  # that its class had when it was called; None without one
+    policy: Hashable  # of its class, when it was called; None without one
 
 
-# These last as long as the process: a mark in a jaxpr that JAX has cached always means the same.
+# These last as long as the process, so that a mark in a cached jaxpr always means the same.
 _names: dict[_Mark, str] = {}
 _marks: dict[str, _Mark] = {}
 _count = itertools.count()
 
-# Whether a rule, or the policy of its class, selects a module, by its class and path.
+# Whether a rule or a class policy selects a module, given its class and path.
 Selects: TypeAlias = Callable[[type, str], bool]
 
 
@@ -81,8 +81,8 @@ def marking() -> Iterator[None]:
     before = _thread.is_marking
     _thread.is_marking = True
     try:
-        # It is part of the keys of JAX's caches: a jitted function that was traced without marks is
-        # traced again, and one that was traced with marks runs nowhere else.
+        # Part of the keys of JAX's caches: a jitted function that was traced without marks is
+        # traced again, and the result of tracing it with marks is used nowhere else.
         with traced_with_marks(True):
             yield
     finally:
@@ -96,7 +96,7 @@ def is_marking() -> bool:
 
 @contextlib.contextmanager
 def selecting(selects: Selects | None) -> Iterator[None]:
-    """Makes it what `selects` returns while the context lasts."""
+    """Sets the value of `selects()` while the context lasts."""
     before, _thread.selects = _thread.selects, selects
     try:
         yield
@@ -105,14 +105,14 @@ def selecting(selects: Selects | None) -> Iterator[None]:
 
 
 def selects() -> Selects | None:
-    """Returns which modules the innermost autocast selects that traces; None if it has no rules."""
+    """Returns which modules the innermost running autocast selects; None if it has no rules."""
     return _thread.selects
 
 
 def in_module(cls: type, path: str, policy: Hashable = None) -> AbstractContextManager[object]:
-    """Returns the context of a call of a module's method: the mark, while autocast traces.
+    """Returns the context of a call of a module's method: its mark, while autocast traces.
 
-    A module whose class has a `policy` is marked even where others are not.
+    A module whose class has a `policy` is always marked.
     """
     if not _thread.is_marking and policy is None:
         return contextlib.nullcontext()
@@ -129,13 +129,13 @@ def _name(mark: _Mark) -> str:
 
 
 def module_of(scope: str) -> Module | None:
-    """Returns the module whose mark is the last name of a scope; None if that is another name."""
+    """Returns the module whose mark is the last name of a scope; None if that is no mark."""
     mark = _marks.get(scope.rpartition("/")[2])
     return None if mark is None else mark.module
 
 
 def class_policy_of(scope: str) -> Hashable:
-    """Returns the policy that the class of a module had, whose mark is the last name of a scope."""
+    """Returns the class policy in the mark that is the last name of a scope; None without one."""
     mark = _marks.get(scope.rpartition("/")[2])
     return None if mark is None else mark.policy
 
@@ -146,12 +146,12 @@ def without_marks(scope: str) -> str:
 
 
 def policy_mark(policy: str) -> str:
-    """Returns the scope that tells the policy under which autocast runs an operation."""
+    """Returns the scope that names the policy under which autocast runs an operation."""
     return _POLICY + policy
 
 
 def before_policy(scopes: Scopes) -> Scopes:
-    """Returns the scopes that are around the first mark of a policy, as JAX keeps them."""
+    """Returns the scopes before the first mark of a policy, as JAX keeps them."""
     return tuple(itertools.takewhile(lambda scope: not scope.name.startswith(_POLICY), scopes))
 
 
@@ -166,16 +166,16 @@ def split_policy(scope: str) -> tuple[str, str]:
 
 def is_own_name(module: Module, name: str) -> bool:
     """Whether a scope next to a module's mark is the one that its framework gives the module."""
-    # Haiku and Linen name it by the last part of the module's path, Linen with the method at its
-    # end (`Dense_0.attend`); Linen's outermost module and Equinox's own layers are named by their
-    # class (`eqx.nn.Linear`).
+    # Haiku and Linen use the last part of the module's path, in Linen with the method at its end
+    # (`Dense_0.attend`). Linen's outermost module and Equinox's own layers are named by their class
+    # (`eqx.nn.Linear`).
     path = module.path.rpartition("/")[2]
     names = {base.__name__ for base in module.cls.__mro__}
     return path in (name, name.partition(".")[0]) or name.rpartition(".")[2] in names
 
 
 def unmarked_stack(stack: NameStack) -> NameStack:
-    """Returns a name stack without marks, unless an outer autocast traces and reads them."""
+    """Returns a name stack without marks, unless an outer autocast is tracing and reads them."""
     unmarked = tuple(scope for scope in stack.stack if not scope.name.startswith((_MARK, _POLICY)))
     return stack if _thread.is_marking else type(stack)(unmarked)
 
@@ -184,7 +184,7 @@ def unmarked_stack(stack: NameStack) -> NameStack:
 
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
-ROUNDED = "jmpx.rounded_gradient"  # in it, a gradient that is rounded to 16 bits is widened
+ROUNDED = "jmpx.rounded_gradient"  # in it, gradients rounded to 16 bits are widened
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
 
 P = ParamSpec("P")
@@ -257,6 +257,6 @@ def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = N
 
 @contextlib.contextmanager
 def _full_precision(matmul: str | None) -> Iterator[None]:
-    # An autocast that is called inside has an effect, also if one of the same policies is around.
+    # Without the fact, an autocast inside would do nothing if one of the same policies is around.
     with jax.named_scope(FULL_PRECISION), matmul_precision(matmul), fact_set(AUTOCAST, None):
         yield

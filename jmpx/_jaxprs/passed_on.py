@@ -1,7 +1,7 @@
-"""Parameters of NNX that a function hands out as new arrays, although it does not change them.
+"""Finds parameters of NNX that a function returns as new arrays, although it did not change them.
 
-`nnx.jit`, `nnx.remat` and `nnx.shard_map` return each variable that they are given, in a new array,
-which looks like one that the function has set.
+`nnx.jit`, `nnx.remat` and `nnx.shard_map` return each variable in a new array, as if the function
+had set it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import numpy as np
 
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction
 from jmpx._base.trees import PyTree, cast_like, holds
-from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, enclosing_bodies, trace
+from jmpx._jaxprs.core import Array, Equation, Jaxpr, enclosing_bodies, trace
 from jmpx._jaxprs.equations import IDENTITIES, PLACEMENTS
 from jmpx._jaxprs.inner import Inner, inner_of, walk
 
@@ -25,9 +25,9 @@ Run: TypeAlias = Callable[[PureFunction, State, Arguments, Keywords], tuple[PyTr
 def without_passed_on(
     run: Run, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords, changes: Changes
 ) -> Changes:
-    """Returns what a call has changed, without parameters that come out as it was given them.
+    """Returns the changes of a call without the parameters that it returned unchanged.
 
-    These stay the stored arrays, of which those that the call was given may be roundings.
+    Those keep their stored arrays, because the call may have been given rounded ones.
 
     Args:
         run: the function that was called with `pure`, `state`, `args` and `kwargs`.
@@ -35,14 +35,14 @@ def without_passed_on(
         state: that state.
         args: positional arguments.
         kwargs: keyword arguments.
-        changes: what the call has changed.
+        changes: the changes of the call.
     """
     places = changes.new_parameters()
     if not places:
         return changes
     given = pure.given(state, args, kwargs)
-    # A function that runs eagerly may branch on its numbers, so that it cannot be traced. One that
-    # is traced has no numbers yet; to compare them in the program would cost time in each step.
+    # An eager function may branch on its numbers, so it cannot be traced: its numbers are compared.
+    # A traced function has no numbers yet, and comparing in the program would slow each step.
     with contextlib.suppress(jax.errors.TracerBoolConversionError):  # under an eager `jax.vmap`
         if {*enclosing_bodies()} <= {"derivative"}:
             pairs = ((place, changes.arrays[index]) for index, place in places.items())
@@ -62,18 +62,18 @@ def _are_equal(old: Array, new: Array) -> bool:
 
 
 class _Given(NamedTuple):
-    """Stands for an array that holds the numbers of a given one."""
+    """Stands for an array with the numbers of a given array."""
 
     identity: int  # of the given array
-    dtype: np.dtype  # the narrowest one that is known to hold its numbers
-    parts: tuple[tuple[int, str], ...] = ()  # the loops and maps that read a part of it each time
+    dtype: np.dtype  # the narrowest dtype that is known to hold its numbers
+    parts: tuple[tuple[int, str], ...] = ()  # the loops and maps that split it, outermost first
 
     @classmethod
     def of(cls, array: Array, stored: np.dtype) -> "_Given":
         return cls(id(array), stored if holds(array.dtype, stored) else array.dtype)
 
 
-_Followed: TypeAlias = _Given | None  # None has other numbers
+_Followed: TypeAlias = _Given | None  # None for other numbers
 
 
 def _is_whole(followed: _Followed, leaf: Leaf) -> bool:
@@ -81,12 +81,8 @@ def _is_whole(followed: _Followed, leaf: Leaf) -> bool:
 
 
 def _followed(jaxpr: Jaxpr, operands: Sequence[_Followed]) -> list[_Followed]:
-    """Returns which of the given arrays the results of a jaxpr are."""
-    return walk(jaxpr, operands, _step, _of_constant)
-
-
-def _of_constant(var: Atom, const: object) -> _Followed:
-    return None
+    """Returns which given arrays the results of a jaxpr are."""
+    return walk(jaxpr, operands, _step, lambda var, const: None)
 
 
 def _step(eqn: Equation, inputs: list[_Followed]) -> Sequence[_Followed]:
@@ -107,7 +103,7 @@ def _step(eqn: Equation, inputs: list[_Followed]) -> Sequence[_Followed]:
 def _of_loop(eqn: Equation, inner: Inner, inputs: list[_Followed]) -> Sequence[_Followed]:
     consts, carry, sliced = inner.split(inputs)
     slices = [_part(each, (id(eqn), "")) for each in sliced]
-    while True:  # until each trip hands the next what it was handed
+    while True:  # until what is left of the carry stays the same in a trip
         results = _followed(inner.jaxprs[0], [*consts, *carry, *slices])
         after, stacked = results[: inner.carry], results[inner.carry :]
         kept = [old if old == new else None for old, new in zip(carry, after, strict=True)]
@@ -128,7 +124,7 @@ def _part(given: _Followed, part: tuple[int, str]) -> _Followed:
 
 
 def _joined(given: _Followed, part: tuple[int, str]) -> _Followed:
-    """Returns the whole of a part that a loop or a map hands out where it was handed it."""
+    """Returns the whole array, if a loop or a map returns the parts that it was given."""
     if given is None or given.parts[-1:] != (part,):
         return None
     return given._replace(parts=given.parts[:-1])

@@ -1,9 +1,8 @@
-"""Changes equations and the jaxprs in their parameters."""
+"""Changes the equations of jaxprs, and the jaxprs in their parameters."""
 
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,33 +25,31 @@ def holding(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Atom, Atom]) -> list[Atom]:
-    """Returns operands or results, of which some variables have other names."""
+    """Returns operands or results with some variables replaced."""
     return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
 
 
 def replaced(jaxpr: Jaxpr, **fields: object) -> Jaxpr:
     """Returns a jaxpr, closed or open, with other fields, such as `eqns`."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one, until JAX 0.11
-    if "invars" in fields:  # whose names are those of other operands
+    if "invars" in fields:  # the old names belong to other operands
         fields["debug_info"] = inner.debug_info._replace(arg_names=None, result_paths=None)
     new = inner.replace(**fields)
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 def with_jaxprs(params: Params, change: Callable[[Jaxpr], Jaxpr]) -> Params:
-    """Returns the parameters of an equation with changed jaxprs; the same object if none did."""
-    return with_values(params, lambda value: change(value) if is_jaxpr(value) else value)
+    """Returns an equation's parameters with changed jaxprs, also in tuples.
 
-
-def with_values(params: Params, change: Callable[[Any], object]) -> Params:
-    """Returns the parameters of an equation with changed values, also in tuples, as above."""
+    Returns the same object if no jaxpr changed.
+    """
 
     def changed(value: object) -> object:
-        if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
+        if isinstance(value, tuple):  # or a named tuple, as in custom_linear_solve
             new = list(map(changed, value))
             is_new = any(a is not b for a, b in zip(new, value, strict=True))
             return getattr(value, "_make", tuple)(new) if is_new else value
-        return change(value)
+        return change(value) if is_jaxpr(value) else value
 
     new = {key: changed(value) for key, value in params.items()}
     return new if any(new[key] is not params[key] for key in params) else params
@@ -64,7 +61,7 @@ def new_variable(aval: Aval) -> Atom:
 
 
 def casting(atom: Atom, var: Atom, at: Equation | None = None) -> Equation:
-    """Returns an equation that casts an operand to the dtype of a variable, where another is."""
+    """Returns an equation that casts an operand to the dtype of a variable, placed like `at`."""
     params = {**_cast().params, "new_dtype": var.aval.dtype}
     place = {} if at is None else {"source_info": at.source_info, "ctx": at.ctx}
     return _cast().replace(invars=[atom], outvars=[var], params=params, **place)
@@ -75,10 +72,10 @@ def _cast() -> Equation:
     return jax.make_jaxpr(lambda x: x.astype(np.float16))(np.float32(0)).eqns[-1]
 
 
-# Products of bfloat16 with float32 results, which XLA:CPU compiles, and cannot always run.
+# Products of bfloat16 with float32 results, which XLA:CPU compiles, but cannot always run.
 #
-# In JAX 0.7 to 0.12 it fails with "Unsupported element type for DotThunk: BF16 x BF16 = F32" at
-# some whose result is transposed. None of them has batch axes, and none is of float16.
+# In JAX 0.7 to 0.12 some fail with "Unsupported element type for DotThunk: BF16 x BF16 = F32" if
+# their result is transposed; products with batch axes or of float16 do not.
 
 
 def may_fail(product: Equation) -> bool:
@@ -90,19 +87,17 @@ def may_fail(product: Equation) -> bool:
 
 
 def by_platform(product: Equation) -> list[Equation]:
-    """Returns the equations of a product whose operands are cast to float32 on a CPU alone."""
+    """Returns the equations that run a product, with operands cast to float32 on a CPU."""
     index, cond = _platforms(jax.sharding.get_abstract_mesh()).eqns
     place = {"source_info": product.source_info, "ctx": product.ctx}
 
-    def like(atoms: Sequence[Atom], dtype: np.dtype | None = None) -> list[Atom]:
-        avals = [
-            atom.aval if dtype is None else core.with_dtype(atom.aval, dtype) for atom in atoms
-        ]
-        return list(map(new_variable, avals))
+    def like(atoms: Sequence[Atom]) -> list[Atom]:
+        return [new_variable(atom.aval) for atom in atoms]
 
     def branch(jaxpr: Jaxpr, is_cast: bool) -> Jaxpr:
         given, results = like(product.invars), like(product.outvars)
-        operands = like(given, np.dtype(np.float32)) if is_cast else given
+        wide = [core.with_dtype(var.aval, np.dtype(np.float32)) for var in given]
+        operands = list(map(new_variable, wide)) if is_cast else given
         eqns = [casting(*pair, product) for pair in zip(given, operands, strict=True) if is_cast]
         eqns.append(product.replace(invars=operands, outvars=results))
         return replaced(jaxpr, invars=given, outvars=results, eqns=eqns)
@@ -120,9 +115,6 @@ def by_platform(product: Equation) -> list[Equation]:
 
 @functools.cache
 def _platforms(mesh: object) -> Jaxpr:
-    """Returns a jaxpr that runs one branch on a CPU, and another elsewhere, where this mesh is."""
-
-    def run(x: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-
+    """Returns a jaxpr with one branch for a CPU and another for all else, under this mesh."""
+    run = functools.partial(jax.lax.platform_dependent, cpu=jnp.sin, default=jnp.cos)
     return jax.make_jaxpr(run)(np.float32(0))

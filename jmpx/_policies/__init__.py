@@ -1,13 +1,13 @@
-"""Policies: in which dtype a model stores, computes and returns, for all of it or by parts.
+"""Policies: in which dtypes a model, or a part of it, stores, computes and returns.
 
-The values, from the smallest to the largest:
+The values:
 
 - `policy.py`: a `Policy`, three dtypes and two more precisions, with the casts to them.
 - `maps.py`: a `Rule` for the parts of a model that a selector matches; a `PolicyMap`, which is a
   default policy, rules and the way to apply them; warnings of rules that matched nothing; rules on
-  trial, which reports add while they trace a program again.
+  trial, which reports add when they trace a program again.
 
-Their grammar, of strings and nested mappings; each value knows its place, for error messages:
+The grammar of strings and nested mappings; each value knows its place, for error messages:
 
 - `strings.py`: `get_policy`; the keys, the presets, and how each value is read.
 - `map_strings.py`: `get_policy_map`; rules, selectors and the sections of a mapping.
@@ -16,9 +16,8 @@ What holds while a program runs:
 
 - `registry.py`: `set_policy` and its relatives attach policies to classes, per thread; the modules
   of a function under autocast ask it for theirs.
-- `frameworks.py`: what an adapter of a framework offers to this room. To support another framework,
-  begin there.
+- `frameworks.py`: the interface that each framework's adapter implements. To support another
+  framework, begin there.
 
-It may import `_base` and `_jaxprs`. Casts at the calls of modules are in `_adapters`, those of
-operations in `_autocast`.
+It may import `_base` and `_jaxprs`. Modules are cast in `_adapters`, operations in `_autocast`.
 """

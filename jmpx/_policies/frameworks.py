@@ -1,4 +1,4 @@
-"""The frameworks that jmpx supports, and what an adapter offers to the rooms below it.
+"""The frameworks that jmpx supports, and the interface that their adapters implement.
 
 To support another framework, write a file or a package in `jmpx/_adapters/` with an `adapter`: an
 instance of a subclass of `Adapter` that overrides what the framework needs. Then add one line to
@@ -20,8 +20,8 @@ from jmpx._policies.policy import Policy
 
 T = TypeVar("T")
 
-# The package of a framework -> the file of its adapter. An adapter is imported after its framework
-# and never before, so that jmpx imports no framework by itself.
+# The package of a framework -> the file of its adapter, which is imported only after the framework:
+# jmpx imports no framework by itself.
 _ADAPTERS = {
     "haiku": "jmpx._adapters.haiku",
     "equinox": "jmpx._adapters.equinox.adapter",
@@ -34,7 +34,7 @@ class ClassPolicies(Protocol):
     """A framework's own store of the policies of its classes, in this thread."""
 
     def get(self, cls: type) -> Policy | None:
-        """Returns the policy of a class, None without one."""
+        """Returns the policy of a class; None without one."""
         ...
 
     def set(self, cls: type, policy: Policy) -> None:
@@ -50,7 +50,7 @@ class ClassPolicies(Protocol):
         ...
 
     def interception(self) -> AbstractContextManager[None]:
-        """Intercepts what modules call while a policy is pushed; see `contexts.Context.hook`."""
+        """Intercepts calls of modules while a policy is pushed; see `contexts.Context.hook`."""
         ...
 
 
@@ -60,7 +60,7 @@ class Proxies(Protocol):
     They mark their calls for `jmpx.autocast`, or cast by one policy map for `jmpx.apply_policy`.
 
     Attributes:
-        made: the proxy classes, and the classes in whose place they are.
+        made: the proxy classes, and the classes that they replace.
     """
 
     made: dict[type, type]
@@ -72,8 +72,8 @@ class Proxies(Protocol):
     def restore(self, tree: T) -> T:
         """Returns a result of the function with modules in place of their proxies.
 
-        Parameters that were cast have their stored values where the function left them alone, and
-        their stored dtypes where it has changed them.
+        Cast parameters get their stored values back, or, if the function has changed them, their
+        stored dtypes.
         """
         ...
 
@@ -81,12 +81,12 @@ class Proxies(Protocol):
 class Creation(NamedTuple):
     """How `init` creates parameters where no module has a policy of its own."""
 
-    policy: Policy  # whose param dtype they get
-    are_cast: bool  # whether they are read in its compute dtype, or else as initializers say
+    policy: Policy  # they get its param dtype
+    are_cast: bool  # whether they are read in its compute dtype, or in that of their initializer
 
 
 class Adapter:
-    """What an adapter offers: by default nothing, so that a subclass overrides what it needs.
+    """The interface of an adapter. Each default does nothing: subclasses override what they need.
 
     Attributes:
         class_policies: the framework's own store of class policies; None for a framework without
@@ -99,7 +99,7 @@ class Adapter:
     creation: Hook | None = None
 
     def current_policy(self) -> Policy | None:
-        """Returns the policy under which the framework itself runs a method, None without one."""
+        """Returns the policy under which the framework itself runs a method; None without one."""
         return None
 
     def held(self) -> Iterable[PyTree]:
@@ -107,31 +107,31 @@ class Adapter:
         return ()
 
     def noted_casts(self) -> AbstractContextManager[None]:
-        """Notes, while the context lasts, what the framework itself casts by class policies."""
+        """Notes casts that the framework itself makes by class policies while the context lasts."""
         return contextlib.nullcontext()
 
     def marked_calls(self) -> AbstractContextManager[None]:
         """Marks the calls of modules while the context lasts, if the framework reports calls.
 
-        Under autocast they also set the `dtype` fields of layers; see `field_in_autocast`.
+        Under autocast, the adapter also sets the `dtype` fields of layers; see `field_in_autocast`.
         """
         return contextlib.nullcontext()
 
     def marker(self, matches: Callable[[type, str], bool]) -> Proxies | None:
-        """Returns what has modules in pytrees mark their calls; None if they cannot be found.
+        """Returns proxies that mark calls, for frameworks whose modules are in pytrees; else None.
 
         The calls of a module are marked if its class and path match.
         """
         return None
 
     def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
-        """Casts, while the context lasts, what modules are called with, if calls are reported."""
+        """Casts at the calls of modules while the context lasts, if the framework reports calls."""
         return contextlib.nullcontext()
 
     def views(self, policy_map: PolicyMap, objects: Sequence[PyTree]) -> Proxies | None:
-        """Returns what makes views of the modules in pytrees; None if they cannot be found.
+        """Returns proxies that are views, for frameworks whose modules are in pytrees; else None.
 
-        `objects` are the objects of NNX among the arguments, which have been looked for already.
+        `objects` are the objects of NNX among the arguments, which were found already.
         A view of this policy map stays as it is, and so do optimizer states. Train states are
         searched for models, so that the paths of rules begin at each model.
         """
@@ -171,7 +171,7 @@ def adapters_of(cls: type) -> Iterator[Adapter]:
 
 @functools.lru_cache(maxsize=4096)
 def is_convolution(cls: type) -> bool:
-    """Whether a class descends from a convolution of a framework, which its name tells."""
+    """Whether a class descends from a framework's convolution, judging by its name."""
     packages = {name.partition(".")[0] for name in _ADAPTERS}
     own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)
     return any(base.__name__.lstrip("_").startswith("Conv") for base in own)

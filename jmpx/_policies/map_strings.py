@@ -115,13 +115,13 @@ def _read_map(found: Found) -> PolicyMap:
 
 
 def parse_policy_map(text: Text) -> PolicyMap:
-    """Parses the string of a policy map, which may begin that of a mixed precision."""
+    """Parses the string of a policy map, or the first part of a mixed precision's."""
     default, rules = _parse_parts(text)
     return _make_map(default or {}, rules)
 
 
 def map_of(entries: list[Entry], found: Found) -> PolicyMap:
-    """Returns the policy map of a mapping's entries; one that is nested has no sections."""
+    """Returns the policy map of a mapping's entries; a nested mapping has no sections."""
     given = by_name(entries, MAP_KEYS | ({} if found.path else _SECTIONS), ELSEWHERE)
     sections = [name for name in _SECTIONS if name in given]
     fields = {name: read_field(name, given[name]) for name in given if name not in sections}
@@ -147,13 +147,13 @@ def map_of(entries: list[Entry], found: Found) -> PolicyMap:
 
 
 def _make_map(fields: dict[str, Field], rules: Iterable[Rule]) -> PolicyMap:
-    """Returns the policy map of the fields of its default part, and of its rules."""
+    """Returns the policy map of the fields in its default part, and of rules."""
     how = {name: fields.pop(name) for name in HOW if name in fields}
     return PolicyMap(complete(fields), tuple(rules), **how, writes_output="output" in fields)
 
 
 def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
-    """Parses the default part, None if there is none, and the rules of a policy map string."""
+    """Parses the default part of a policy map string, None without one, and its rules."""
     text.refuse("|", NO_LOSS_SCALE)
     default: dict[str, Field] | None = None
     rules: list[Rule] = []
@@ -225,7 +225,7 @@ def _parse_rule(part: Text) -> Rule:
 
 
 def _rule_of(entries: list[Entry], found: Found) -> Rule:
-    """Returns the rule of a mapping's entries, also of `{"LayerNorm": "full"}`, as in YAML."""
+    """Returns the rule of a mapping's entries; `{"LayerNorm": "full"}` is one, too."""
     key, value = entries[0] if len(entries) == 1 else (Located("select"), found)
     if did_you_mean(key.value, [*_RULE_MAPPING_KEYS]) == ".":
         given: dict[str, Found] = {"select": key, "policy": value}

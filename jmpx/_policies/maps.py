@@ -24,7 +24,7 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule of a policy map: a selector, and the dtypes for what it matches.
+    """One rule of a policy map: a selector, and the dtypes of the parts that it matches.
 
     Args:
         selector: a class name (`BatchNorm`, `haiku.BatchNorm`), a glob of paths (`*/head/*`) or an
@@ -38,9 +38,10 @@ class Rule:
             mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
         matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
             call. See `Policy`.
-        product: float32 for matrix products that multiply in the 16-bit dtype of what is around, or
-            in `compute` where it is given, and hand out float32, forward and backward; all else in
-            the part is float32, as are its inputs and results. None for products as the others say.
+        product: float32 for matrix products that multiply in the 16-bit dtype of the surrounding
+            call, or in `compute` if that is given, and return float32, forward and backward; all
+            else in the part is float32, as are its inputs and results. None leaves products to the
+            other fields.
 
     Raises:
         TypeError: if a field is neither None nor a dtype, or `matmul` is not a name.
@@ -69,7 +70,7 @@ class Rule:
             self._check_beside_product()
 
     def _check_beside_product(self) -> None:
-        """Refuses what cannot hold beside `product`."""
+        """Refuses fields and selectors that contradict `product`."""
         remedy = ""
         if self.is_operation:
             remedy = "select the module or scope around the operation, at whose edges float32 ends"
@@ -84,7 +85,7 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """The selector as it is written in a string, with the question mark if it is optional."""
+        """The selector as written in a string, with a question mark if the rule is optional."""
         return f"{self.selector}?" if self.optional else self.selector
 
     @property
@@ -142,13 +143,13 @@ class Rule:
         )
 
     def spelled_out(self, *around: DTypeLike | None) -> "Rule":
-        """Returns the rule that says by compute, output and matmul what `product` means.
+        """Returns the rule with compute, output and matmul in place of `product`.
 
         Args:
-            around: the compute dtypes around what the rule selects, the innermost first.
+            around: the compute dtypes around the selected part, the innermost first.
 
         Raises:
-            ValueError: if none of them, nor that of the rule, has 16 bits.
+            ValueError: if neither these nor the compute dtype of the rule have 16 bits.
         """
         if self.product is None:
             return self
@@ -172,7 +173,7 @@ class Rule:
         )
 
     def to_dict(self) -> dict[str, str]:
-        """Returns the rule as a dict of strings, which a policy map's mapping may have as a rule.
+        """Returns the rule as a dict of strings, as in the mapping of a policy map.
 
         Example:
             >>> import jmpx
@@ -206,8 +207,8 @@ def _matches_path(glob: str, path: str) -> bool:
 def _pattern(glob: str) -> re.Pattern[str]:
     """Returns the regular expression of a glob.
 
-    Each inner piece is taken at its first occurrence, which leaves the most text for the pieces
-    after it. So its group is atomic: there is no backtracking, which would make it slow.
+    Each inner piece matches at its first occurrence, which leaves the most text for the pieces
+    after it. So its group is atomic, which avoids slow backtracking.
     """
     first, *rest = map(re.escape, glob.split("*"))
     middle = "".join(f"(?>.*?{piece})" for piece in rest[:-1])
@@ -221,10 +222,10 @@ def _matches_class(selector: str, cls: type) -> bool:
     return name == cls.__name__ and f"{cls.__module__}.".startswith(f"{module}.") and bool(module)
 
 
-# Policy maps: a default policy, rules for parts that differ from it, and how it is applied.
+# Policy maps.
 
 
-# What the default part of a policy map may say besides its policy, and the words for it.
+# The default part of a policy map may have these keys besides a policy's, with these words.
 HOW: dict[str, tuple[str, ...]] = {
     "by": ("arguments", "modules", "operations"),
     "save": SAVES,
@@ -232,7 +233,7 @@ HOW: dict[str, tuple[str, ...]] = {
 
 
 def read_how(name: str, found: Found) -> str:
-    """Returns the word for `by` or `save`, in which case and space do not count.
+    """Returns the word for `by` or `save`, whose case and space do not count.
 
     Raises:
         TypeError: if it is not a string.
@@ -292,14 +293,14 @@ class PolicyMap:
             object.__setattr__(self, name, read_how(name, Located(word, "jmpx.PolicyMap")))
         others = [rule.compute for rule in self.rules]
         for rule in self.rules:
-            rule.spelled_out(self.default.compute_dtype, *others)  # refuses what nothing could mean
+            rule.spelled_out(self.default.compute_dtype, *others)  # refuses a wrong `product`
 
     @property
     def way(self) -> str:
         """How the map is applied: "arguments", "modules" or "operations".
 
-        That is `by`. Without it, it is operations; a subclass of `Policy` that overrides casts is
-        applied by arguments, as no other way would call them.
+        That is `by`. Without `by`, it is operations, or arguments for a subclass of `Policy` that
+        overrides casts, because no other way calls these.
         """
         if self.by is not None:
             return self.by
@@ -331,7 +332,7 @@ class PolicyMap:
         return dataclasses.replace(self, by=None, save=None)
 
     def alone(self, source: str) -> Policy:
-        """Returns the default of a map that says nothing else.
+        """Returns the default of a map that has nothing else.
 
         Args:
             source: where the map is from, for the message.
@@ -377,7 +378,7 @@ class PolicyMap:
         return "; ".join([default, *map(str, self.rules)])
 
     def _fields(self) -> dict[str, str]:
-        """Returns what the string says of the default; the output dtype only if it was written."""
+        """Returns the fields of the default in the string; the output dtype only if written."""
         fields = given_fields(self.default)
         return {k: v for k, v in fields.items() if k != "output" or self.writes_output}
 
@@ -412,8 +413,8 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
     """Warns that a rule of a policy map matched nothing, unless the rule is optional.
 
-    `kind` is what it could have matched, such as "class", and `near` the end of the message, which
-    suggests another selector; `stacklevel` is that which the caller would give to `warnings.warn`.
+    `kind` names the missing match, such as "class"; `near` ends the message, and suggests another
+    selector; `stacklevel` is the one that the caller would give to `warnings.warn`.
     """
     if not rule.optional:
         warnings.warn(
@@ -444,10 +445,12 @@ class _OnTrial(NamedTuple):
 
 @contextlib.contextmanager
 def trial_rules(rules: Sequence[Rule]) -> Generator[set[str], None, None]:
-    """Adds rules on trial to the end of each policy map that is taken while the context lasts.
+    """Adds rules to the end of each policy map that a function takes while the context lasts.
 
-    The rules are part of the key of JAX's caches, so that jitted functions are traced anew. The
-    context yields the names of the functions that took a policy map, such as `jmpx.autocast`.
+    The rules are part of the key of JAX's caches, so that jitted functions are traced anew.
+
+    Yields:
+        The names of the functions that took a policy map, such as `jmpx.autocast`.
     """
     on_trial = _OnTrial(tuple(rules), set())
     with entered(Context("trial_rules", on_trial, key=on_trial.rules)):

@@ -58,7 +58,7 @@ class Policy:
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
-    # By keyword alone, so that a subclass may add fields without a default.
+    # By keyword only, so that a subclass may add fields without a default.
     _: dataclasses.KW_ONLY
     matmul_precision: str | None = None
     reduce_dtype: DTypeLike | None = None
@@ -94,9 +94,9 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def to_dict(self) -> dict[str, str]:
-        """Returns what the policy sets, as a dict of strings, which `get_policy` reads back.
+        """Returns the fields that are set, as a dict of strings, which `get_policy` reads back.
 
-        As `str()`, it has the fields of this class alone, not those that a subclass adds.
+        Like `str()`, it leaves out fields that a subclass adds.
 
         Example:
             >>> import jmpx
@@ -119,7 +119,7 @@ class Policy:
 
 
 def overrides_casts(policy: Policy) -> bool:
-    """Whether a policy is of a subclass that casts in its own way."""
+    """Whether the class of a policy overrides casts."""
     names = ("cast_to_param", "cast_to_compute", "cast_to_output")
     return any(getattr(type(policy), name) is not getattr(Policy, name) for name in names)
 
@@ -138,12 +138,12 @@ ATTRIBUTES = {
 
 
 def given_fields(policy: Policy) -> dict[str, str]:
-    """Returns what a policy sets: names of dtypes and of the algorithm, by the keys of strings."""
+    """Returns the fields that a policy sets, as names, by their keys in policy strings."""
     return written({key: getattr(policy, name) for key, name in ATTRIBUTES.items()})
 
 
 def written(fields: Mapping[str, DTypeLike | None]) -> dict[str, str]:
-    """Returns the fields that are set, as the strings of policies have them."""
+    """Returns the fields that are not None, as policy strings spell them."""
     return {
         key: str(value) if key == "matmul" else dtype_name(value)
         for key, value in fields.items()

@@ -1,4 +1,4 @@
-"""Policies of classes, per thread, and how modules under autocast ask for them."""
+"""Policies of classes, per thread; how modules under autocast mark their calls."""
 
 import contextlib
 import dataclasses
@@ -32,24 +32,23 @@ from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, PolicyLike
 from jmpx._policies.strings import get_policy
 
-# A class is kept by its name, which survives a reload of its module. Classes that are made in
-# functions share one name, so each of them is kept by itself.
+# A class is stored by its name, which survives a reload of its module. Classes that are made in
+# functions share one name, so these are stored by the class itself.
 _Key: TypeAlias = type | tuple[str, str]
 
-
-# Bodies that JAX traces and that may return what they like. The dtypes of others are compared: with
-# the carry of a loop, with the other branches, with what a backward pass is given.
+# Traced bodies whose results may have any dtype. JAX compares the dtypes of all others: with the
+# carry of a loop, with the other branches, with the inputs of a backward pass.
 _FREE_BODIES = frozenset({"checkpoint / remat", "shard_map", "pmap"})
 
 
 class _Registry(threading.local):
-    """What is set in one thread."""
+    """The policies of one thread."""
 
     def __init__(self) -> None:
-        # What was attached here, also what a framework's own store keeps: JAX's caches compare it.
+        # The policies that jmpx attached, also to a framework's store: part of JAX's cache keys.
         self.policies: dict[_Key, Policy] = {}
-        self.running: list[Policy | None] = []  # of the methods that run, the innermost last
-        self.bodies = 0  # how many were being traced when the outermost of these methods began
+        self.running: list[Policy | None] = []  # of the running methods, the innermost last
+        self.bodies = 0  # how many bodies were being traced when the outermost method began
 
 
 _registry = _Registry()
@@ -60,7 +59,7 @@ def _key(cls: type) -> _Key:
 
 
 def _store_of(cls: type) -> ClassPolicies | None:
-    """Returns the store of the framework that a class descends from, None if it is kept here."""
+    """Returns the store of the framework that a class descends from; None if jmpx stores it."""
     if not isinstance(cls, type):
         raise TypeError(
             f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
@@ -87,8 +86,8 @@ def _to_policy(policy: PolicyLike) -> Policy:
 def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
     """Attaches a policy to a class, or detaches it where the policy is None.
 
-    A framework's own store gets `policy`, and `_Registry.policies` gets `cached`. The two differ
-    where a framework's store has a policy that was not set by jmpx.
+    A framework's own store gets `policy`, and `_Registry.policies` gets `cached`. They differ if
+    the framework's store has a policy that jmpx did not set.
     """
     catch_up()
     store = _store_of(cls)
@@ -181,14 +180,14 @@ def any_class_has_a_policy() -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Push:
-    """A context of `push_policy`: what the class had at entry, as `_attach` takes it."""
+    """A context of `push_policy`: a class, and its policies at entry, as `_attach` takes them."""
 
     cls: type
     policy: Policy | None
     cached: Policy | None
 
     def undo(self) -> None:
-        """Gives the policy at entry back: to the class, or to a later push that is still open."""
+        """Restores the policy at entry: in the class, or in the next push that is still open."""
         pushes = opened(_Push)
         after = pushes[pushes.index(self) + 1 :]
         later = [push for push in after if _key(push.cls) == _key(self.cls)]
@@ -241,7 +240,7 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(policy: Policy | None, by: str) -> Iterator[None]:
-    """Makes a policy, or None, the one that `current_policy` returns while a method runs.
+    """Makes a policy, or None, the current one while a method runs.
 
     `by` is the function of the adapter that casts, as the user calls it.
     """
@@ -261,10 +260,10 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing(policy: Policy, outer: Policy | None = None) -> Iterator[None]:
-    """Has products use the algorithm of a policy, and autocast leave in float32 what it says so.
+    """Runs code under a policy: its algorithm of products, and no autocast if it is in float32.
 
-    What the policy has in common with the `outer` policy around it is inherited, so that it does
-    not override a `jax.default_matmul_precision` that the user's code sets in between.
+    An algorithm that the `outer` policy has, too, is inherited, so that it does not override a
+    `jax.default_matmul_precision` that the user's code sets in between.
     """
     matmul = matmul_of(policy)
     is_inherited = outer is not None and matmul_of(outer) == matmul
@@ -278,7 +277,7 @@ def computing(policy: Policy, outer: Policy | None = None) -> Iterator[None]:
 
 
 def _gathers(policy: Policy | None) -> AbstractContextManager[object]:
-    """Returns the context in which the gradients of gathers from 16-bit tables are summed."""
+    """Returns the context that sums the gradients of gathers in float32 under a 16-bit policy."""
     if policy is None or np.dtype(policy.compute_dtype).itemsize >= 4:
         return contextlib.nullcontext()
     from jmpx._jaxprs.gathers import summed_in_float32  # here, as below
@@ -293,20 +292,20 @@ def _enclosing_bodies() -> list[str | None]:
 
 
 def is_outermost() -> bool:
-    """Whether no method of a module runs that casts, so that one which begins is the outermost."""
+    """Whether no casting method of a module is running, so that the next one is the outermost."""
     return not _registry.running
 
 
 def in_loop() -> bool:
     """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method.
 
-    Where none runs yet, as for a part of a view that is called by itself, any loop counts.
+    If no method is running, as for a part of a view that is called by itself, any loop counts.
     """
     bodies = _enclosing_bodies()
     if not _registry.running:
-        return not {*_FREE_BODIES, "jit", "derivative"}.issuperset(bodies)  # those of a train step
-    # JAX may take what it has traced for a jitted function in a loop for a call outside, or the
-    # other way round, so an inner jit counts as a loop.
+        return not {*_FREE_BODIES, "jit", "derivative"}.issuperset(bodies)  # as in a train step
+    # JAX may reuse the trace of a jitted function in a loop for a call outside, and vice versa, so
+    # an inner jit counts as a loop.
     return not _FREE_BODIES.issuperset(bodies[: max(len(bodies) - _registry.bodies, 0)])
 
 
@@ -333,7 +332,7 @@ def current_policy() -> Policy | None:
     return next((policy for policy in policies if policy is not None), None)
 
 
-# The modules of a function under autocast: autocast asks their adapters to mark their calls.
+# Calls of modules: autocast has the adapters mark them, or puts proxies in place of the modules.
 
 
 R = TypeVar("R")
@@ -342,7 +341,7 @@ R = TypeVar("R")
 _Call: TypeAlias = tuple[Callable[..., R], tuple[PyTree, ...], dict[str, PyTree]]
 _Change: TypeAlias = Callable[[PyTree], PyTree]
 
-# How JAX's errors of two trees that differ begin, from JAX 0.10 on and in JAX 0.7.
+# JAX's errors about two trees that differ begin so, since JAX 0.10 and in JAX 0.7.
 _DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
 
 
@@ -353,14 +352,14 @@ def marked_call(cls: type, path: str) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def marked_calls(policy_map: PolicyMap | None) -> Iterator[None]:
-    """Has the modules that are called in the context mark their calls, if a policy is for modules.
+    """Makes modules mark their calls in the context, if a rule or a class policy is for modules.
 
-    Without a policy map they do in any case.
+    Without a policy map they always do.
     """
     is_for_modules = policy_map is None or _is_for_modules(policy_map)
     with contextlib.ExitStack() as stack:
         for adapter in () if is_marking() else imported_adapters():
-            # The functions of a framework itself may set policies of its classes.
+            # A framework's own functions may set class policies, which jmpx does not see.
             if is_for_modules or adapter.class_policies is not None:
                 stack.enter_context(adapter.marked_calls())
         if is_for_modules:
@@ -376,14 +375,14 @@ def _is_for_modules(policy_map: PolicyMap) -> bool:
 
 
 def _selects(policy_map: PolicyMap, cls: type, path: str) -> bool:
-    """Whether a rule of a policy map, or the policy of its class, is for a module."""
+    """Whether a rule of a policy map or a class policy is for a module."""
     return policy_map.rule_for(cls, path) is not None or policy_of(cls) is not None
 
 
 def marking_calls(policy_map: PolicyMap, seen: set[Module]) -> Callable[..., PyTree]:
-    """Returns what calls a function for autocast to trace, in which the modules mark their calls.
+    """Returns what autocast traces: it calls a function whose modules mark their calls.
 
-    `seen` gets the modules that the class names and globs of the policy map could match.
+    `seen` gets the modules that class names and globs of the policy map could match.
     """
 
     def matches(cls: type, path: str) -> bool:
@@ -406,10 +405,10 @@ def call_marked(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> R:
-    """Calls a function, which is traced, so that modules mark their calls.
+    """Calls a traced function so that modules mark their calls.
 
-    Of the modules that are found in the function and its arguments, those of which the class and
-    the path match mark their calls. The others do in any case. See also `marked_calls`.
+    Modules in the function and in its arguments do so if their class and path match, modules that
+    are made inside always. See also `marked_calls`.
     """
     made = (adapter.marker(matches) for adapter in imported_adapters())
     markers = [marker for marker in made if marker is not None]
@@ -424,9 +423,9 @@ def call_with_proxies(
     kwargs: dict[str, PyTree],
     exempt: Callable[..., PyTree] = lambda change, *arguments: change(arguments),
 ) -> R:
-    """Calls a function with proxies, of each framework, in place of the modules in it.
+    """Calls a function with the proxies of each framework in place of its modules.
 
-    `exempt` changes its arguments, `args` and `kwargs`, but leaves some of them as they are.
+    `exempt` applies a change to `args` and `kwargs`, but may leave some arguments as they are.
     """
     from jmpx._base.stateful import apply  # here, so that the import of jmpx stays light
 
@@ -450,7 +449,7 @@ def call_with_proxies(
 
 
 def _note_classes(error: ValueError, classes: Iterable[type]) -> None:
-    """Adds a note to JAX's error of two trees that differ in the class of a replaced module."""
+    """Adds a note to JAX's error about two trees that differ in the class of a replaced module."""
     text = str(error)
     if not text.startswith(_DIFFERENT_TREES):
         return
@@ -467,9 +466,9 @@ def _note_classes(error: ValueError, classes: Iterable[type]) -> None:
 def _replaced(
     change: _Change, fn: Callable[..., R], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> _Call[R]:
-    """Changes a function, and the arguments that it is called with before others.
+    """Applies a change to a function and to its first arguments.
 
-    Of a method, that is the object to which it is bound; of a partial, its function and arguments.
+    For a method, to the object that it is bound to; for a partial, to its function and arguments.
     """
     if isinstance(fn, functools.partial):
         return _replaced(change, fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})

@@ -1,7 +1,7 @@
 """The grammar of policies, in strings and in mappings.
 
-Both forms are read as entries, keys with values that know their places: one function checks the
-keys, and one reads each field.
+Both forms are first read as entries: keys and values that know their places. Then the same
+functions check the keys and read the fields.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from jmpx._base.matmul import describe_matmuls, matmul_names, parse_matmul
 from jmpx._policies.maps import HOW, PolicyMap, read_how
 from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
 
-Field: TypeAlias = Any  # a dtype, or a word, by the key
+Field: TypeAlias = Any  # the value of a key: a dtype or a word
 
 DTYPES = ("params", "compute", "output")
-# The fields that a policy without keys sets: the output dtype follows, and is not written.
+# The fields that a policy without keys sets; the output dtype follows from them.
 BARE = ("params", "compute")
 
 # The keys of a policy string, and the fields that they set.
@@ -50,8 +50,8 @@ KEYS = {
 }  # fmt: skip
 MAP_KEYS = KEYS | {name: name for name in HOW}  # of the default part of a policy map
 
-# Lightning's precision strings, then Keras's. The mixed ones of Lightning return float32, those of
-# Keras return the compute dtype, as a policy does that writes no output dtype.
+# Lightning's precision strings, then Keras's. Lightning's mixed ones return float32, Keras's return
+# the compute dtype, like a policy without an output dtype.
 _PRESETS = {
     "bf16-mixed": ("float32", "bfloat16", "float32"),
     "16-mixed": ("float32", "float16", "float32"),
@@ -84,7 +84,7 @@ _NO_PRODUCT = (
     "products that hand out float32 belong to a part of a model, so give the key in a rule for a "
     "module or a scope, as '*/head: product=float32'"
 )
-# Keys that users write where they cannot stand, and the remedies.
+# Keys that users write in the wrong place, and the remedies.
 ELSEWHERE = {
     "rules": _NO_RULES,
     "loss_scale": NO_LOSS_SCALE,
@@ -147,7 +147,7 @@ float8_*; did you mean 'bfloat16'?
 def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
     """Reads the fields of a policy from any value that `get_policy` takes.
 
-    A dtype without a key sets the fields in `bare`; `keys` are accepted, and set their fields.
+    A dtype without a key sets the fields in `bare`; `keys` maps accepted keys to their fields.
     """
     value = found.value
     if isinstance(value, str):
@@ -193,7 +193,7 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
 
 
 def _refuse_rules(text: Text) -> None:
-    """Refuses what only a policy map may have."""
+    """Refuses rules, which only a policy map may have."""
     for part in text.split(";"):
         refuse_colon(part)
         if ":" in part.text:
@@ -202,7 +202,7 @@ def _refuse_rules(text: Text) -> None:
 
 
 def refuse_colon(part: Text) -> None:
-    """Refuses `compute: bf16`, which else would be a rule for a class of that name."""
+    """Refuses `compute: bf16`, which would be a rule for a class named `compute`."""
     before, value = part.cut(":")
     word = before.text.rpartition(",")[2].strip()
     if ":" in part.text and word in MAP_KEYS:
@@ -211,7 +211,7 @@ def refuse_colon(part: Text) -> None:
 
 
 def complete(fields: dict[str, Field]) -> Policy:
-    """Returns the policy with these fields, in which those that are left out have defaults."""
+    """Returns the policy with these fields, and defaults for the others."""
     params = fields.get("params", parse_dtype("float32"))
     compute = fields.get("compute", params)
     fields = {"params": params, "compute": compute, "output": compute, **fields}

@@ -1,39 +1,39 @@
-"""What the backward pass keeps: `jax.checkpoint` around the pieces of a jaxpr, by `save=`.
+"""Saving memory in the backward pass, by `save=`: `jax.checkpoint` around the pieces of a jaxpr.
 
-`remat` and the key `save` of a policy trace a function, and put checkpoints into its jaxpr. No
-equation runs in between, and no dtype changes: a policy is applied before, as by modules and by
-arguments, or after, as by operations. The way through it:
+`remat` and the key `save` of a policy trace a function, and put checkpoints into its jaxpr. This
+runs no equation and changes no dtype: a policy is applied before (by modules and by arguments) or
+after (by operations). Read in this order:
 
-- `remat.py` has `jmpx.remat`, the same for a function that a policy runs, and the pass, which makes
-  one equation of the equations of each piece.
-- `cuts.py` finds the cuts, groups the equations of a jaxpr, and of the jaxprs that it holds, into
-  pieces, and moves the casts of inputs to their readers, so that no piece keeps the result.
-- `saving.py` tells what is saved in a piece: the results of some products, and the residuals of
-  functions with a backward pass of their own, whose forward pass runs once.
+- `remat.py` has `jmpx.remat`, the same for a function that a policy runs, and the pass that turns
+  the equations of each piece into one equation.
+- `cuts.py` finds the cuts, groups the equations of a jaxpr and of its inner jaxprs into pieces, and
+  moves casts of inputs to their readers, so that no piece keeps the results of casts.
+- `saving.py` tells which arrays a piece saves: the results of some products, and the residuals of
+  functions with derivative rules, whose forward pass then runs once.
 
 It imports only `_jaxprs` and `_base`.
 
 How a jaxpr is cut:
 
-- `cuts.py` looks for the places where one activation lives at most: a floating array that depends
-  on a product, is read later, is not small, and does not live through half of a long part, as an
-  encoder's output does. Right after a product nothing more is saved.
-- Of these places it cuts at those that keep the peak of memory lowest. What a long piece computes
-  again lives at once when its backward pass begins; that comes to the first pieces last, when the
-  products of later ones are gone, so the first are the longest.
-- Where a block repeats, as a layer does, there is one cut in each, always at the same place, and
-  such pieces are equal, so that they share a jaxpr, of which JAX keeps the derivative. Scopes that
-  are around a whole piece, such as a layer's name, are around its equation. Layers that call a
-  function with a derivative rule outside of `jax.jit` share nothing: JAX makes one for each call.
-- A last product whose results leave and are larger than what it reads, such as logits, is in no
+- `cuts.py` looks for places where at most one activation is live: a floating array that depends on
+  a product, is read later, is not small, and does not live through half of a long part, as an
+  encoder's output does. A cut right after a product saves nothing more.
+- Of these places it takes the cuts with the lowest peak of memory. The recomputed arrays of a piece
+  are live together when its backward pass begins. The first pieces come last, when the products of
+  later ones are freed, so the first pieces are the longest.
+- Where a block repeats, as a layer does, there is one cut in each, always at the same place. Such
+  pieces are equal and share a jaxpr, so JAX differentiates it once. Scopes around a whole piece,
+  such as a layer's name, are around its equation. Layers that call a function with a derivative
+  rule outside of `jax.jit` share nothing, because JAX makes a new rule for each call.
+- A last product whose results are returned and larger than its operands, such as logits, is in no
   piece: the backward pass begins with their cotangent.
-- A product of a batch of weights, such as the experts of a layer, is one of which one operand is no
-  activation: it is saved. Of two activations, `products+mixed` saves a product that is no larger
-  than the larger operand: the weighted values of an attention are, the scores are not.
-- A policy of a checkpoint sees a product as it runs, which a `jax.vmap` around the function has
-  changed. So what is saved gets a name (`checkpoint_name`), and the policy asks for names. It also
-  asks for shapes, as derivative rules of the user hold products that no jaxpr shows.
-- Jitted functions, branches, loops and shard maps are cut in the same way; a function of a single
-  piece joins the piece around it. What a scan carries is an activation, and a cut in its body keeps
-  its array for each turn, so that it is cut where that is kept anyway.
+- A product with batch axes and one operand that is no activation, such as the weights of experts,
+  is saved. A product of two activations is saved by `products+mixed` if it is no larger than the
+  larger operand: the weighted values of an attention are, the scores are not.
+- The policy of a checkpoint sees products as they run, after a `jax.vmap` around the function has
+  changed them. So saved arrays get a name (`checkpoint_name`), and the policy asks for names. It
+  also asks for shapes, because the user's derivative rules hold products that no jaxpr shows.
+- Jitted functions, branches, loops and shard maps are cut in the same way; a function with a single
+  piece joins the piece around it. The carry of a scan is an activation. A cut in its body keeps an
+  array for each trip, so the best cuts are where the carry is kept anyway.
 """

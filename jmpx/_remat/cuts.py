@@ -1,4 +1,4 @@
-"""Where a function is cut into pieces, each of which is checkpointed."""
+"""Cuts of a jaxpr into pieces to be checkpointed; casts of inputs move to their readers."""
 
 import enum
 import itertools
@@ -16,21 +16,21 @@ from jmpx._jaxprs.inner import CHANGEABLE, CHECKPOINT, once_per_jaxpr, variables
 from jmpx._jaxprs.rewriting import casting, new_variable, renamed, replaced, with_jaxprs
 from jmpx._remat.saving import Saving, holds_product, holds_saved, is_named, keeps_residuals, length
 
-# A part with more products than this has more than one block of a model, as a decoder has, in
-# which the encoder's output lives all along.
+# A part with more products than this is more than one block of a model, such as a decoder in which
+# the encoder's output is live throughout.
 _MANY = 16
 
-# The part of what a piece computes again that lives at once, as the compiler of TPUs was seen to
-# plan it: most of it is fused into what reads it. So a transformer, which makes much of each
-# activation by its attention, is cut more often than a ResNet.
+# The share of a piece's recomputed bytes that are live together, as measured in plans of the TPU
+# compiler, which fuses most of them into their readers. So a transformer, whose attention makes
+# many bytes from each activation, is cut more often than a ResNet.
 _AGAIN = 1 / 16
 
 
 class Role(enum.Enum):
-    """What an equation is to the pieces of a jaxpr, and what a piece of such equations is."""
+    """The role of an equation in the pieces of a jaxpr, and of a piece of such equations."""
 
     ORDINARY = "it joins the equations next to it"
-    PRODUCT = "it joins them, too, and the piece is checkpointed"
+    PRODUCT = "it joins them, and the piece is checkpointed"
     INSIDE = "it holds jaxprs that are cut themselves"
     ALONE = "it runs outside of pieces"
     LEFT = "it is left alone: it is the user's checkpoint, or has effects"
@@ -42,26 +42,26 @@ _HOLDERS = SINGLE | {Role.PRODUCT}  # equations that may hold products
 
 
 class Life(NamedTuple):
-    """From where to where an array lives."""
+    """The lifetime of an array."""
 
     start: int  # the index of the equation that makes it
-    end: int  # that of the last equation that reads it
+    end: int  # the index of the last equation that reads it
     size: int  # in bytes
-    is_saved: bool  # whether it is saved in any case, as the result of a product
+    is_saved: bool  # whether it is saved anyway, as the result of a product
 
     def is_at(self, place: int) -> bool:
-        """Whether the array lives before an equation."""
+        """Whether the array is live before an equation."""
         return self.start < place <= self.end
 
 
-Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equation makes
+Lives: TypeAlias = tuple[list[Life], list[int]]  # second, the bytes that each equation makes
 
 
 @once_per_jaxpr
 def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]:
     """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
 
-    Second, the indices of the equations whose results are saved by a name.
+    Also returns the indices of the equations whose results are saved by name.
     """
     operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
     found = core.reached(jaxpr, [var for var, flag in operands if flag], holds_product)
@@ -73,20 +73,20 @@ def find_cuts(
 ) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut.
 
-    One array at most lives there. There is one such place at most between two equations that hold
-    products: the one at which the least has to be saved. Of these, `Part` takes some. A loop saves
-    for each of its turns, and computes one turn again at a time.
+    At most one array is live there. Between two equations that hold products, at most one place is
+    considered: the one where the fewest bytes have to be saved. `Part` chooses among these. A loop
+    saves arrays for each trip, and recomputes one trip at a time.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
-    (large, sizes), turns = lives, max(saving.turns, 1)
-    size = turns * (1 / 2 if saving.is_cast_later else 1)  # of a product that is saved
+    (large, sizes), trips = lives, max(saving.trips, 1)
+    size = trips * (1 / 2 if saving.is_cast_later else 1)  # of a saved product
     alive = _alive(len(equations), large)
-    kept = [turns * _saved(found) for found in alive]
+    kept = [trips * _saved(found) for found in alive]
     places = sorted(set(_cuts(holders, large, alive)))
-    # What two equations have in common that may do the same.
+    # Equal for equations that may do the same.
     marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
     made = list(zip(sizes, roles, strict=True))
-    products, again = (  # the bytes that these make before each equation, and in all
+    products, again = (  # the bytes that these make before each equation and before the end
         list(itertools.accumulate((size * (role is each) for size, role in made), initial=0))
         for each in (Role.PRODUCT, Role.ORDINARY)
     )
@@ -108,10 +108,9 @@ def find_cuts(
 
 
 def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[range, list[int]]:
-    """Returns where a block repeats, and the last place in each: pieces are alike if cut there.
+    """Returns where a block repeats, and the last place in each: cuts there give equal pieces.
 
-    There is none if half of what lies between the first and the last place is no such block, or if
-    there are fewer than three.
+    A block must repeat at least three times, and over more than half of the places.
     """
     segments = [tuple(marks[start:stop]) for start, stop in itertools.pairwise(places)]
     best = range(0), 1
@@ -133,7 +132,7 @@ def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[ran
 
 
 def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
-    """Returns the arrays that live before each of some equations."""
+    """Returns the arrays that are live before each equation, and before the end."""
     alive: list[list[Life]] = [[] for _ in range(count + 1)]
     for life in lives:
         for place in range(life.start + 1, life.end + 1):
@@ -142,25 +141,25 @@ def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
 
 
 def _saved(lives: Sequence[Life]) -> int:
-    """Returns the bytes that a cut saves where these live, and that products do not save anyway."""
+    """Returns the bytes that a cut has to save where these are live, apart from saved products."""
     return sum(life.size for life in lives if not life.is_saved)
 
 
 class Part(NamedTuple):
-    """A part of a jaxpr, and what cuts in it cost, in bytes."""
+    """A part of a jaxpr, and the costs of cuts in it, in bytes."""
 
     places: Sequence[int]  # where cuts are possible
-    kept: Sequence[int]  # what each of them keeps
-    products: Sequence[float]  # the products before each of them, and before the end
-    again: Sequence[float]  # what would live at once if all before was computed again
+    kept: Sequence[int]  # the bytes that each of them keeps
+    products: Sequence[float]  # of the products before each of them, and before the end
+    again: Sequence[float]  # live together if everything before is recomputed
 
     def cuts(self) -> list[int]:
         """Returns the places to cut at, so that the peak of memory is the lowest.
 
-        A cut keeps what lives there. But a piece is computed again as a whole when its backward
-        pass begins, and a part of what it makes then lives at once, besides the products and cuts
-        of all earlier pieces, whose backward passes come later. So the first pieces may be long.
-        Where a cut keeps nothing, there is one.
+        A cut keeps the arrays that are live there. A piece is recomputed as a whole when its
+        backward pass begins; a share of its arrays is then live, besides the products and cuts of
+        all earlier pieces, whose backward passes come later. So the first pieces may be long. There
+        is a cut wherever it keeps nothing.
         """
         highest = self.products[-1] + self.again[-1] + sum(self.kept)
         low, high, best = 0.0, highest, list(self.places)
@@ -172,9 +171,9 @@ class Part(NamedTuple):
         return sorted({*best, *free})
 
     def _below(self, peak: float) -> list[int] | None:
-        """Returns the cuts that keep the least of those that keep memory below a peak, if any."""
+        """Returns the cuts that keep the least of those with memory below a peak; None without."""
         least: list[tuple[int, list[int]] | None] = [(0, [])]  # before each place and the end
-        before = [0.0, *self.again]  # what was made before the beginning of a piece
+        before = [0.0, *self.again]  # recomputed before each beginning of a piece
         for end, made in enumerate(self.products):
             found: list[tuple[int, list[int]]] = []
             for start in range(end, -1, -1):
@@ -194,9 +193,9 @@ class Part(NamedTuple):
 def find_head(
     jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life], active: Collection[Atom]
 ) -> int | None:
-    """Returns the index of the last product if it makes results larger than what it reads."""
-    # Such are the logits of a language model. The backward pass begins with their cotangent, and
-    # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
+    """Returns the index of the last product if its results are larger than its operands."""
+    # Logits of a language model, for example. The backward pass begins with their cotangent, and
+    # needs only the operands of the head. A checkpoint around it would save nothing, and keep XLA
     # from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
     head = max((i for i, role in enumerate(roles) if role in _HOLDERS), default=None)
     if head is None or roles[head] is not Role.PRODUCT:
@@ -217,11 +216,11 @@ def find_head(
 def find_lives(
     equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom]
 ) -> Lives:
-    """Returns the lives of large activations, and what each equation makes.
+    """Returns the lives of large activations, and the bytes that each equation makes.
 
-    Operands of the jaxpr are none: what reads them keeps them, wherever it is cut.
+    Operands of the jaxpr do not count: their readers keep them, wherever the cuts are.
     """
-    made: dict[Atom, tuple[int, int, bool]] = {}  # where, of how many bytes, and if it is saved
+    made: dict[Atom, tuple[int, int, bool]] = {}  # the place, the bytes, whether it is saved
     ends: dict[Atom, int] = {}
     sizes = [0] * len(equations)
     for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
@@ -249,7 +248,7 @@ def _size(atom: Atom) -> int:
 def _cuts(
     holders: Sequence[int], lives: Sequence[Life], alive: Sequence[Sequence[Life]]
 ) -> Iterator[int]:
-    """Yields the cuts between equations that hold products, given the lives that count."""
+    """Yields the best place between equations that hold products, given the lives that count."""
     # An array that lives through half of a long part without a cut, such as the output of an
     # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
@@ -266,13 +265,12 @@ def _cuts(
                 yield from _cuts(part, counting, _alive(len(alive) - 1, counting))
 
 
-# The pieces of a jaxpr that run under one `jax.checkpoint` each.
+# Groups: the equations of each piece, which one `jax.checkpoint` will run.
 
 
 # Their jaxprs are cut as the one around them is.
 CUT_INSIDE = CHANGEABLE - {CHECKPOINT}
-_NOT_DIFFERENTIATED = "while"
-# It does not matter if an equation with such an effect runs twice or later.
+# Equations with such an effect may run twice or later.
 _HARMLESS = frozenset({"NamedAxisEffect"})
 
 
@@ -281,13 +279,13 @@ class Group(NamedTuple):
 
     role: Role  # of all its equations; `PRODUCT` has it checkpointed
     indices: Sequence[int]
-    inside: Saving  # what is saved in the jaxprs of an equation that is `INSIDE`
+    inside: Saving  # for the jaxprs of an equation that is `INSIDE`
 
 
 def inside_of(equation: Equation, saving: Saving, active: Collection[Atom]) -> Saving | None:
-    """Returns what is saved in the jaxprs of an equation, which get its last operands.
+    """Returns the saving of the jaxprs in an equation, which get its last operands.
 
-    None for an equation whose jaxprs are not to be changed.
+    None if these jaxprs are not to be changed.
     """
     if equation.primitive.name not in CUT_INSIDE:
         return None
@@ -296,13 +294,13 @@ def inside_of(equation: Equation, saving: Saving, active: Collection[Atom]) -> S
         return saving._replace(activations=tuple(flags))
     consts, carry = core.scan_counts(equation)
     flags[consts : consts + carry] = [True] * carry
-    turns = max(saving.turns, 1) * length(equation.params["length"])
-    return saving._replace(turns=turns, activations=tuple(flags))
+    trips = max(saving.trips, 1) * length(equation.params["length"])
+    return saving._replace(trips=trips, activations=tuple(flags))
 
 
 @once_per_jaxpr
 def find_groups(jaxpr: Jaxpr, saving: Saving) -> list[Group]:
-    """Returns the groups of the equations of a jaxpr, cut where little lives, in their order."""
+    """Returns the groups of the equations of a jaxpr, in order, cut where little is live."""
     active, named = find_activations(jaxpr, saving)
     inside = [inside_of(equation, saving, active) for equation in jaxpr.eqns]
     pairs = enumerate(zip(jaxpr.eqns, inside, strict=True))
@@ -310,7 +308,7 @@ def find_groups(jaxpr: Jaxpr, saving: Saving) -> list[Group]:
     lives = find_lives(jaxpr.eqns, roles, active)
     head = find_head(jaxpr, roles, lives[0], active)
     cuts = set()
-    if head is not None:  # it is in no piece, and what it reads ends the last one
+    if head is not None:  # it is in no piece, and the last piece ends before it
         roles[head] = Role.ORDINARY
         cuts.add(head)
     cuts |= find_cuts(jaxpr.eqns, roles, lives, saving)
@@ -335,13 +333,13 @@ def _role(equation: Equation, saving: Saving, inside: Saving | None) -> Role:
         jaxprs = core.inner_jaxprs(equation.params)
         is_cut = has_effect or name == "scan" or any(_has_pieces(each, inside) for each in jaxprs)
         return Role.INSIDE if is_cut else Role.PRODUCT
-    if name == _NOT_DIFFERENTIATED or not is_holder:
+    if name == "while" or not is_holder:  # a while loop has no backward pass
         return Role.ALONE
     return Role.LEFT if has_effect or name == CHECKPOINT else Role.PRODUCT
 
 
 def _grouped(roles: Sequence[Role], cuts: Collection[int]) -> Iterator[tuple[Role, Sequence[int]]]:
-    """Yields groups of the equations between cuts, and those that are alone."""
+    """Yields the groups of equations between cuts, and the equations that are alone."""
     alone = [i for i, role in enumerate(roles) if role in SINGLE]
     ends = sorted({0, *cuts, *alone, *(i + 1 for i in alone), len(roles)})
     for start, end in itertools.pairwise(ends):
@@ -352,7 +350,7 @@ def _grouped(roles: Sequence[Role], cuts: Collection[int]) -> Iterator[tuple[Rol
 
 
 def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[Role, list[int]]]:
-    """Yields the groups that equations make: one, and what has effects in it after it."""
+    """Yields the group of some equations, and after it those that are `LATER`."""
     now = [i for i in indices if roles[i] is not Role.LATER]
     later = [i for i in indices if roles[i] is Role.LATER]
     if now:
@@ -361,18 +359,18 @@ def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[R
         yield Role.LATER, later
 
 
-# Casts of inputs, moved to what reads them: so a piece casts an input again, and keeps no copy.
+# Casts of inputs move to their readers, so that a piece casts an input again and keeps no copy.
 #
-# By arguments, all parameters are cast before anything reads them. If the casts stayed there, each
-# of the 16-bit copies would live until the backward pass of its layer. What two equations read is
-# cast twice, so that its cotangents are summed in its own dtype, as by operations.
+# By arguments, all parameters are cast first. If the casts stayed there, each 16-bit copy would be
+# live until the backward pass of its layer. An input with two readers is cast twice, so that its
+# cotangents are summed in its own dtype, as by operations.
 
 
 def sunk(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr in which casts of its inputs stand before each of their readers, or in them.
+    """Returns a jaxpr with casts of its inputs before each reader, or in the reader's jaxpr.
 
-    A cast moves into the jaxpr of an equation that reads it. Those of a scan's constants do not:
-    their cotangents would be summed in another dtype, turn by turn.
+    Casts of a scan's constants do not move into it: their cotangents would be summed in another
+    dtype, trip by trip.
     """
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     casts: dict[Atom, Equation] = {}  # by their results
@@ -386,7 +384,7 @@ def sunk(jaxpr: Jaxpr) -> Jaxpr:
         outside = {atom: new_variable(atom.aval) for i, atom in read.items() if i not in inside}
         for atom, new in outside.items():
             cast = casts[atom].replace(outvars=[new])
-            # In the scopes of the reader, so that layers stay alike.
+            # In the scopes of the reader, so that layers stay equal.
             eqns.append(core.with_stack(cast, core.marked_stack_of(eqn)))
         if outside:
             eqn = eqn.replace(invars=renamed(eqn.invars, outside))
@@ -413,11 +411,11 @@ def _takes(eqn: Equation, i: int) -> bool:
 
 
 def _casting(eqn: Equation, casts: dict[int, Equation]) -> Equation:
-    """Returns an equation whose jaxprs cast some of its operands."""
+    """Returns an equation whose jaxprs cast some operands."""
     operands = list(eqn.invars)
     for i, cast in casts.items():
         operands[i] = cast.invars[0]
-    first = int(eqn.primitive.name == "cond")  # whose first operand chooses a branch
+    first = int(eqn.primitive.name == "cond")  # its first operand chooses a branch
     wide = tuple((i - first, cast.invars[0].aval.dtype) for i, cast in casts.items())
     params = with_jaxprs(eqn.params, lambda jaxpr: _taking(jaxpr, wide))
     return eqn.replace(invars=operands, params=params)

@@ -1,4 +1,4 @@
-"""`jmpx.remat`: a function whose backward pass keeps what a word says, and recomputes the rest."""
+"""`jmpx.remat`, and the pass over a jaxpr that puts checkpoints around its pieces."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ from jmpx._jaxprs.rewriting import holding, new_variable, renamed, replaced, wit
 from jmpx._remat.cuts import Role, find_activations, find_groups, inside_of, sunk
 from jmpx._remat.saving import SAVED, Saving, get_saving, is_named, keeps_residuals, with_residuals
 
-Left = frozenset[Place | None]  # where a jaxpr is as it was, although it holds products
+Left = frozenset[Place | None]  # the places of equations with products that are left as they are
 
 
 def with_checkpoints(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
@@ -43,7 +43,7 @@ def with_checkpoints(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
 
 @once_per_jaxpr
 def _checkpointed(given: Jaxpr, saving: Saving) -> tuple[Jaxpr | None, Left]:
-    """Returns None for a jaxpr that stays as it is."""
+    """Returns the same; None for a jaxpr that does not change, which the cache would keep alive."""
     jaxpr = given if saving.is_cast_later else sunk(given)
     groups = find_groups(jaxpr, saving)
     checkpoints = _Checkpoints(jaxpr, saving)
@@ -78,7 +78,7 @@ def _with_inner(equation: Equation, change: Callable[[Jaxpr], Jaxpr]) -> Equatio
 
     is_mapped = equation.primitive.name == "shard_map"
     is_mapped &= any(any_holds(j, keeps_residuals) for j in core.inner_jaxprs(equation.params))
-    # What is traced for the jaxpr of a shard_map has to know its axes.
+    # `with_residuals` traces, for which it has to know the axes of the shard_map.
     return core.in_shard_map(equation, changed) if is_mapped else changed()
 
 
@@ -88,9 +88,9 @@ class _Checkpoints:
     def __init__(self, jaxpr: Jaxpr, saving: Saving) -> None:
         self.saving = saving
         self.active = find_activations(jaxpr, saving)[0]
-        self.bodies: dict[Hashable, Jaxpr] = {}  # pieces that are alike share one
+        self.bodies: dict[Hashable, Jaxpr] = {}  # equal pieces share one
         # The two passes over a scan's body are in two loops: nothing can merge their equations.
-        prevent_cse = not saving.turns
+        prevent_cse = not saving.trips
         run = jax.checkpoint(lambda x: x, policy=saving.policy, prevent_cse=prevent_cse)
         (self.template,) = jax.make_jaxpr(run)(0.0).eqns
 
@@ -108,7 +108,7 @@ class _Checkpoints:
         return core.with_stack(made, around)
 
     def _body(self, piece: Piece, depth: int) -> Jaxpr:
-        """Returns the jaxpr of a piece, or that of one that is alike."""
+        """Returns the jaxpr of a piece, or of an equal piece."""
         given = piece.equations, piece.inputs, piece.outputs
         activations = tuple(var in self.active for var in piece.inputs)
         # Autocast, which runs later, reads the marks of modules.
@@ -137,7 +137,7 @@ def _named(
     active: Collection[Atom],
     names: dict[Atom, Atom],
 ) -> Iterator[Equation]:
-    """Yields the equations of a piece, and what names the results that are saved.
+    """Yields the equations of a piece, and after each saved result the equation that names it.
 
     `names` gets the named variables.
     """
@@ -161,7 +161,7 @@ def _named(
 
 @once_per_jaxpr
 def _named_within(jaxpr: Jaxpr, saving: Saving) -> Jaxpr | None:
-    """Returns a jaxpr that names what is saved; None for one that stays as it is."""
+    """Returns a jaxpr that names its saved results; None for one that does not change."""
     names: dict[Atom, Atom] = {}
     active = find_activations(jaxpr, saving)[0]
     new = holding(jaxpr, list(_named(jaxpr.eqns, saving, active, names)))
@@ -170,11 +170,11 @@ def _named_within(jaxpr: Jaxpr, saving: Saving) -> Jaxpr | None:
 
 @functools.cache
 def _name() -> Equation:
-    """Returns an equation that gives a name."""
+    """Returns an equation that names its operand."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, SAVED))(0.0).eqns[0]
 
 
-# `jmpx.remat`: a function whose backward pass keeps the results of products, and little else.
+# `jmpx.remat`, and the same for a function that a policy runs.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -202,9 +202,9 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
     Args:
         fn: any function of pytrees, such as a loss or a model; None to decorate with arguments.
         save: "products" keeps the results of matmuls with weights, of convolutions and of experts.
-            "products+mixed" also keeps those of matmuls of two activations that are no larger than
-            the larger of these, as the weighted values of an attention are, and
-            "products+attention" those of all matmuls: more memory, less time.
+            "products+mixed" also keeps results of matmuls of two activations if they are no larger
+            than the larger activation, as the weighted values of an attention are.
+            "products+attention" keeps the results of all matmuls: more memory, less time.
 
     Returns:
         A function with the arguments and results of `fn`.
@@ -277,7 +277,7 @@ def run_saved(
 
 @contextlib.contextmanager
 def _tracing_explained() -> Iterator[None]:
-    """Adds a note to an error that comes of tracing a function which else runs with numbers."""
+    """Adds a note to errors of tracing a function that would run eagerly without `save=`."""
     bodies = {*core.enclosing_bodies()}
     try:
         yield
@@ -292,9 +292,9 @@ def _tracing_explained() -> Iterator[None]:
 
 
 def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
-    """Returns a jaxpr that does the same, and keeps less for its backward pass.
+    """Returns a jaxpr that computes the same, and keeps less for its backward pass.
 
-    Second, where it is as it was; None stands for all of a function that takes a gradient itself.
+    Also returns where it is left as it was; None stands for a whole function that takes a gradient.
     """
     if _takes_a_gradient(jaxpr):
         return jaxpr, frozenset({None})
@@ -303,7 +303,7 @@ def keeping_less(jaxpr: Jaxpr, saving: Saving) -> tuple[Jaxpr, Left]:
 
 @once_per_jaxpr
 def _takes_a_gradient(jaxpr: Jaxpr) -> bool:
-    """Whether equations are of a backward pass; those that transpose a linear solve are not."""
+    """Whether a jaxpr contains a backward pass; the transposed jaxpr of a linear solve is none."""
     if any(map(is_backward, jaxpr.eqns)):
         return True
     held = (inner.jaxprs for inner in map(inner_of, jaxpr.eqns) if inner is not None)
@@ -311,7 +311,7 @@ def _takes_a_gradient(jaxpr: Jaxpr) -> bool:
 
 
 def messages_of(left: Left) -> Iterator[str]:
-    """Yields what to warn of where `save=` left something as it was."""
+    """Yields the warning about the places that `save=` left as they were, if there are any."""
     if left:
         places = ", ".join(sorted(str(place) for place in left if place is not None))
         yield (

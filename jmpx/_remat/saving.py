@@ -1,4 +1,4 @@
-"""The ways to keep less for the backward pass, and the residuals that are kept."""
+"""Which arrays a piece saves for the backward pass: residuals, and results of products."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -18,14 +18,14 @@ from jmpx._jaxprs.equations import HIDING
 from jmpx._jaxprs.inner import PRODUCTS, any_holds, holds, sums, variables
 from jmpx._jaxprs.marks import Params
 
-SAVED = "jmpx_saved"  # what gets that name from `checkpoint_name` is saved
-# As the names of kernels begin: the last two are of cuDNN and of Triton.
+SAVED = "jmpx_saved"  # the `checkpoint_name` of saved arrays
+# The names of kernels begin with these: the last two are of cuDNN and of Triton.
 _KERNELS = (*HIDING, "dot_product_attention", "triton_kernel_call")
 
 
 def keeps_residuals(equation: Equation) -> bool:
-    """Whether a piece keeps the residuals of an equation: of a custom_vjp that holds much work."""
-    # With symbolic zeros the forward pass is told which operands vary, which a second `jax.vjp`
+    """Whether a piece keeps the residuals of an equation: a custom_vjp with products or kernels."""
+    # With symbolic zeros, the forward pass gets told which operands vary, which a second `jax.vjp`
     # around it does not know.
     params = equation.params
     is_rule = equation.primitive.name == "custom_vjp_call" and not params["symbolic_zeros"]
@@ -33,14 +33,14 @@ def keeps_residuals(equation: Equation) -> bool:
 
 
 def _is_costly(equation: Equation) -> bool:
-    """Whether an equation is a product or a kernel: of Pallas, a foreign function, cuDNN's."""
+    """Whether an equation is a product, or a kernel of Pallas, of cuDNN or of foreign code."""
     name = operation_name(equation.primitive.name)
     is_kernel = name.startswith(_KERNELS) and any(map(core.is_floating, equation.outvars))
     return is_kernel or name in PRODUCTS
 
 
 def with_residuals(equation: Equation) -> Equation:
-    """Returns a custom_vjp that does the same; a checkpoint saves its results and residuals."""
+    """Returns an equal custom_vjp whose results and residuals a checkpoint saves."""
 
     # JAX calls the two passes later: they must not keep the arrays alive.
     @jax.custom_vjp
@@ -48,9 +48,9 @@ def with_residuals(equation: Equation) -> Equation:
         return core.bind(equation, arrays)
 
     def forward(*arrays: Array) -> PyTree:
-        known = {id(array): array for array in arrays}  # what is read is computed again
+        known = {id(array): array for array in arrays}  # operands are not saved
 
-        def named(leaf: Array) -> Array:  # once, as a result that is a residual is saved once
+        def named(leaf: Array) -> Array:  # once, also if a result is a residual
             if isinstance(leaf, jax.core.Tracer) and id(leaf) not in known:
                 known[id(leaf)] = checkpoint_name(leaf, SAVED)
             return known.get(id(leaf), leaf)
@@ -69,29 +69,29 @@ def with_residuals(equation: Equation) -> Equation:
     )
 
 
-# What is saved for the backward pass: the results of some products, by names and by shapes.
+# Results of products, which are saved by names and by shapes.
 
 
 class Saving(NamedTuple):
-    """What the backward pass keeps of a jaxpr."""
+    """Which arrays the backward pass keeps of a jaxpr."""
 
-    mixed: bool = False  # whether products of two activations are saved that are small
-    attention: bool = False  # whether all of them are
-    is_cast_later: bool = False  # whether autocast evaluates the jaxpr, which makes 16 bits of 32
-    turns: int = 0  # how often scans run the jaxpr; 0 outside of all
-    # Which of its last operands depend on a product or are carried by a loop.
+    mixed: bool = False  # whether small products of two activations are saved
+    attention: bool = False  # whether all products of two activations are saved
+    is_cast_later: bool = False  # whether autocast will cast the jaxpr from 32 to 16 bits
+    trips: int = 0  # how often scans run the jaxpr; 0 outside of scans
+    # Whether each of its last operands depends on a product or is carried by a loop.
     activations: tuple[bool, ...] = ()
 
     @property
     def policy(self) -> Callable[..., bool]:
-        """What `jax.checkpoint` takes as its policy."""
+        """The policy for `jax.checkpoint`."""
         if self.attention:
             return _saves_all_products
         return _saves_small_products if self.mixed else _saves_products
 
 
 def get_saving(save: object, is_cast_later: bool = False) -> Saving | None:
-    """Returns what the argument `save` of a function means, and refuses other words."""
+    """Returns the meaning of the argument `save` of a function; refuses unknown words."""
     if save is None:
         return None
     if not isinstance(save, str) or save not in SAVES:
@@ -102,7 +102,7 @@ def get_saving(save: object, is_cast_later: bool = False) -> Saving | None:
 
 
 def holds_saved(equation: Equation, saving: Saving) -> bool:
-    """Whether something in an equation is saved, if what it reads are activations."""
+    """Whether something in an equation is saved, if its operands are activations."""
     if saving.attention:
         return holds(equation, _holds_any)
     return holds(equation, _holds_small if saving.mixed else _is_saved)
@@ -116,8 +116,8 @@ def holds_product(equation: Equation) -> bool:
 def is_named(equation: Equation, saving: Saving, active: Collection[Atom]) -> bool:
     """Whether the result of an equation is saved, given the activations of its jaxpr.
 
-    Of matrix products with dimensions of a batch, that are those of one activation and a batch of
-    weights, and of those of two activations what `save` says.
+    A matrix product with batch axes is saved if one operand is a batch of weights; for two
+    activations, `save` decides.
     """
     primitive, params, atoms = equation.primitive, equation.params, equation.invars
     if is_batched_product(equation):
@@ -128,7 +128,7 @@ def is_named(equation: Equation, saving: Saving, active: Collection[Atom]) -> bo
 
 
 def is_batched_product(equation: Equation) -> bool:
-    """Whether an equation is a matrix product with dimensions of a batch."""
+    """Whether an equation is a matrix product with batch axes."""
     return equation.primitive.name == "dot_general" and _is_batched(
         equation.params, equation.invars
     )
@@ -150,10 +150,10 @@ def _is_saved(equation: Equation) -> bool:
 
 
 def _is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
-    """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
+    """Whether an operation is a convolution, or a matrix product like those with weights."""
     if operation_name(primitive.name) not in PRODUCTS or not _can_be_saved(operands):
         return False
-    # A product of two activations, such as the scores of an attention, has dimensions of the batch.
+    # A product of two activations, such as the scores of an attention, has batch axes.
     is_dot = primitive.name == "dot_general"
     return not is_dot or (not params["dimension_numbers"][1][0] and sums(params, operands))
 
@@ -171,7 +171,7 @@ def _is_batched(params: Params, operands: Sequence[Atom]) -> bool:
 def _is_small(params: Params, operands: Sequence[Atom]) -> bool:
     """Whether the result of a matrix product is no larger than its larger operand.
 
-    Of an attention, that are the weighted values, and not the scores.
+    In an attention, this holds for the weighted values, but not for the scores.
     """
     contracted, batch = params["dimension_numbers"]
     shapes = [getattr(operand, "aval", operand).shape for operand in operands[:2]]
@@ -184,26 +184,26 @@ def _is_small(params: Params, operands: Sequence[Atom]) -> bool:
 
 
 def length(size: object) -> int:
-    """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
+    """Returns the length of an axis or of a loop; a guess where `jax.export` leaves it open."""
     return size if isinstance(size, int) else 128
 
 
 def _saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Whether a checkpoint saves the results of an operation: its policy."""
+    """A policy of a checkpoint: whether it saves the results of an operation."""
     if primitive.name == "name":
         return params["name"] == SAVED
     return _is_weight_product(primitive, params, avals)
 
 
 def _saves_small_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """The same, of small products of two activations, too."""
+    """The same, with small products of two activations."""
     if primitive.name == "dot_general" and _is_batched(params, avals):
         return _can_be_saved(avals) and _is_small(params, avals)
     return _saves_products(primitive, *avals, **params)
 
 
 def _saves_all_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """The same, of all products of two activations, too."""
+    """The same, with all products of two activations."""
     if primitive.name == "dot_general" and _is_batched(params, avals):
         return _can_be_saved(avals)
     return _saves_products(primitive, *avals, **params)

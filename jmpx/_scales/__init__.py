@@ -2,13 +2,11 @@
 
 Read in this order:
 
-- `scaling.py`: what all loss scales share: the table of their arguments, with keys and ranges, by
-  which constructors, strings and flags check numbers; numbers as texts, such as `2**15`; the
-  product with a pytree; how `flax.serialization` saves them.
-- `kinds.py`: `DynamicLossScale`, when it grows and shrinks; `NoOpLossScale` and `StaticLossScale`;
-  `LossScale`, the type of all three.
-- `strings.py`: `get_loss_scale`, what decides `auto`, and `MixedPrecision`, a policy map and a loss
-  scale in one value and one string.
+- `scaling.py`: the table of arguments, with keys and ranges, by which constructors, strings and
+  flags check numbers; numbers as texts, such as `2**15`; checkpoints of Flax; the base class.
+- `kinds.py`: `DynamicLossScale`, `NoOpLossScale` and `StaticLossScale`; `LossScale`, their union.
+- `strings.py`: `get_loss_scale`, and `MixedPrecision`, a policy map and a loss scale in one value
+  and one string.
 
 A new argument is a line in the table of `scaling.py`, a field of `DynamicLossScale`, and its part
 in `adjust`.

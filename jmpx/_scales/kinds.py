@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.trees import Array, Flag, as_flag, is_array, is_floating, serialized
+from jmpx._base.trees import ArrayLeaf, Flag, as_flag, is_array, is_floating, serialized
 from jmpx._scales.scaling import (
     DYNAMIC,
     HIGHEST_SCALE,
@@ -49,10 +49,10 @@ class DynamicLossScale(Scaling):
         counter: finite steps since the scale last changed or a step overflowed; below 0, overflows
             in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
         period: finite steps from one growth to the next.
-        factor: what the scale is multiplied by when it grows, up to 2**126.
+        factor: the scale is multiplied by this when it grows; up to 2**126.
         min_loss_scale: the smallest scale: it may be below 1, but not below 2**-126.
         max_loss_scale: the largest scale, at most 2**126. None means 2**126.
-        backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
+        backoff_factor: the scale is multiplied by this when it shrinks; at least 2**-126. None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
             shrinks it again; a finite step ends the row. Every overflow restarts the count of
@@ -72,7 +72,7 @@ class DynamicLossScale(Scaling):
     __module__ = "jmpx"
     _kind: ClassVar[str] = "dynamic"
 
-    # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
+    # Any: in trees of axes, masks, shapes or shardings, these are not arrays.
     loss_scale: Any = 2**15
     counter: Any = 0
     period: int = 2000
@@ -122,19 +122,12 @@ class DynamicLossScale(Scaling):
             )
 
     @property
-    def _backoff(self) -> float:
-        """What the scale is multiplied by when it shrinks."""
-        # XLA turns some divisions by a constant into products, so that a compiled step would shrink
-        # the scale to another number than an eager one. A product is the same in every program.
-        return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
-
-    @property
     def _bounds(self) -> tuple[float, float]:
         """The smallest and the largest scale."""
         high = HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
         return max(self.min_loss_scale, LOWEST_SCALE), min(high, HIGHEST_SCALE)
 
-    def _clip(self, scale: Array) -> jax.Array | np.ndarray:
+    def _clip(self, scale: ArrayLeaf) -> jax.Array | np.ndarray:
         low, high = map(np.float32, self._bounds)
         if isinstance(scale, jax.Array):
             return jnp.minimum(jnp.maximum(scale, low), high)
@@ -143,7 +136,7 @@ class DynamicLossScale(Scaling):
     @property
     def _effective_scale(self) -> jax.Array | np.ndarray:
         """The scale clipped to its bounds, so that one multiplication undoes it."""
-        # The constructor clips, too; a scale that a checkpoint restored has not been through it.
+        # The constructor clips, too, but a restored checkpoint bypasses it.
         if jnp.ndim(self.loss_scale) != 0:
             raise ValueError(
                 f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
@@ -165,7 +158,9 @@ class DynamicLossScale(Scaling):
         finite = as_flag(grads_finite, "grads_finite")
         scale = jnp.asarray(self._effective_scale)
         grown = scale * float(self.factor)
-        shrunk = scale * self._backoff
+        # Not scale / factor: XLA turns some divisions by a constant into products, so that compiled
+        # and eager steps would differ.
+        shrunk = scale * (1 / self.factor if self.backoff_factor is None else self.backoff_factor)
         due = self._finite_steps >= self.period - 1
         if self.hysteresis != 1:
             shrunk = jnp.where(self._overflows >= self.hysteresis - 1, shrunk, scale)
@@ -218,14 +213,9 @@ _CONFIGURATION = tuple(
 )
 
 
-def _flatten(scale: DynamicLossScale) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    leaves = tuple(getattr(scale, name) for name in LEAVES)
+def _flatten(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
+    leaves = [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in LEAVES]
     return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
-
-
-def _flatten_with_keys(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
-    leaves, configuration = _flatten(scale)
-    return [*zip(map(jax.tree_util.GetAttrKey, LEAVES), leaves, strict=True)], configuration
 
 
 ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
@@ -234,9 +224,8 @@ ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
 def _unflatten(
     cls: type[ScaleT], configuration: tuple[object, ...], leaves: Iterable[object]
 ) -> ScaleT:
-    # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
-    # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
-    # that is not weakly typed.
+    # Bypasses the constructor, which converts and clips: trees of axes, masks or shardings hold 0,
+    # True or a sharding, which must stay. A floating array becomes a strong float32.
     scale = object.__new__(cls)
     for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
@@ -247,18 +236,17 @@ def _unflatten(
 
 def register_pytree(cls: type[DynamicLossScale]) -> None:
     """Tells JAX which leaves a class of dynamic loss scales has, and how it is exported."""
-    unflatten = functools.partial(_unflatten, cls)
-    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten, functools.partial(_unflatten, cls))
     serialized(cls, read=tuple)
 
 
 register_pytree(DynamicLossScale)
 
 
-# The loss scales that never change, and what all three are in a train step.
+# Loss scales that never change, and functions of all loss scales.
 #
 # All arithmetic is in float32 or float64, never in 16 bits. Every scale is between 2**-126 and
-# 2**126: there the reciprocal is a normal float32 number too, so that one product undoes the scale.
+# 2**126: there the reciprocal is a normal float32 number, too, and one product undoes the scale.
 
 
 T = TypeVar("T")
@@ -354,7 +342,7 @@ class StaticLossScale(Scaling):
         return {"init": shortest(self.loss_scale)}
 
 
-# Such a node has no children, and its configuration is the loss scale.
+# These nodes have no children; the configuration is the loss scale itself.
 serialized(NoOpLossScale, lambda scale: None, lambda value: NoOpLossScale())
 serialized(StaticLossScale, lambda scale: float(scale.loss_scale), StaticLossScale)
 
@@ -363,7 +351,7 @@ LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP0
 
 @runtime_checkable
 class _Scales(Protocol):
-    """What all loss scales have, also those of other libraries, such as JMP."""
+    """The interface of all loss scales, also of other libraries, such as JMP."""
 
     def scale(self, tree: T) -> T: ...
     def unscale(self, tree: T) -> T: ...

@@ -1,4 +1,4 @@
-"""What loss scales share: their arguments, numbers as texts, Flax's checkpoints, scaling itself."""
+"""The base of loss scales: arguments, numbers as texts, Flax's checkpoints, and scaling."""
 
 import contextlib
 import dataclasses
@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 from jmpx._base.messages import describe
 from jmpx._base.trees import Flag, at_least_float32, is_array, is_floating, is_inexact_array
 
-# Between these two, a scale and its reciprocal are normal float32 numbers. Hardware may flush other
-# numbers to 0.
+# Between these two, a scale and its reciprocal are normal float32 numbers; hardware may flush
+# subnormal ones to 0.
 LOWEST_SCALE, HIGHEST_SCALE = 2.0**-126, 2.0**126
 LARGEST_FLOAT16 = (2 - 2.0**-10) * 2**15
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -28,7 +28,7 @@ _BELOW_1 = float(np.nextafter(1, 0))
 
 
 class Argument(NamedTuple):
-    """An argument of a loss scale: its name in the class, its range, and that in messages."""
+    """An argument of a loss scale: its name in the class, its range, and the range in words."""
 
     name: str
     low: float
@@ -55,7 +55,7 @@ DYNAMIC = {
 }
 # 0 is a placeholder, which cannot scale.
 STATIC = {"init": Argument("loss_scale", 0, HIGHEST_SCALE, "a number between 2**-126 and 2**126")}
-# Each kind, and what it takes.
+# Kind -> its arguments.
 ARGUMENTS: dict[str, dict[str, Argument]] = {
     "dynamic": DYNAMIC,
     "static": STATIC,
@@ -65,7 +65,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
 
 
 def check_number(argument: Argument, value: object, what: str, at: str = "") -> int | float:
-    """Returns a number, or that of a concrete scalar array, within the range of an argument."""
+    """Returns the number of a value or a concrete scalar array, if it is in range."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"Expected {what} to be a number, got the traced {value.aval}{at}: set it outside "
@@ -98,7 +98,7 @@ def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:
 
 
 def concrete_leaf(leaf: object, name: str) -> np.ndarray:
-    """Returns a leaf of a loss scale as a NumPy array of shape (), and refuses all else."""
+    """Returns a leaf of a loss scale as a NumPy array of shape (); refuses other leaves."""
     if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
         with contextlib.suppress(RuntimeError):  # It was donated, or another process holds it.
             return np.asarray(leaf)
@@ -113,8 +113,8 @@ def concrete_leaf(leaf: object, name: str) -> np.ndarray:
 
 def parse_number(text: str) -> int | float:
     """Returns the number that `32768`, `2**15`, `0.5` or `1e4` stands for, inf if too large."""
-    # Python reads -2**2 as -(2**2), and `float` takes the words nan and inf. A power is a float's,
-    # so that a huge one costs nothing.
+    # No sign before a power, because Python reads -2**2 as -(2**2); no words, because `float` takes
+    # nan and inf. Powers are of floats, so that a huge one costs nothing.
     if not re.fullmatch(r"[-+.\deE_]+|[\d.][-+.\deE_]*\s*\*\*\s*[-+\d]+", text.strip(), re.ASCII):
         raise ValueError(text)
     base, power, exponent = text.partition("**")
@@ -157,8 +157,8 @@ _known: set[type] = set()
 
 
 def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
-    """Tells Flax, once it is imported, which fields of a class it saves; a template has others."""
-    # Each instance asks for it when it is made, because jmpx imports no framework.
+    """Tells Flax which fields of a class to save; others come from the template."""
+    # Each new instance calls this, because jmpx does not import Flax, which may come later.
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or cls in _known:
         return
@@ -188,7 +188,7 @@ def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
         serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-# What loss scales have in common: how they scale, and how they are written.
+# Scaling and texts, which all loss scales share.
 
 
 T = TypeVar("T")
@@ -201,11 +201,11 @@ class Scaling:
 
     @property
     def _effective_scale(self) -> jax.Array | np.ndarray | np.float32:
-        """The factor within its bounds, as a float32 of shape (), of JAX or of NumPy."""
+        """The factor within its bounds, as a float32 array of shape ()."""
         raise NotImplementedError
 
     def _numbers(self) -> dict[str, int | float]:
-        """The numbers by their keys in strings, without defaults other than that of `init`."""
+        """The numbers by their keys in strings; defaults are left out, except `init`."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, str | int | float]:
@@ -232,7 +232,7 @@ class Scaling:
         return ",".join([self._kind, *parts]).replace("static,init=", "static=")
 
     def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, which never changes, unless a subclass says more."""
+        """Returns the next loss scale: this one, unless a subclass changes it."""
         del grads_finite
         return self
 
@@ -240,7 +240,7 @@ class Scaling:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.
 
         Args:
-            tree: any pytree; leaves of other kinds are handed on untouched.
+            tree: any pytree; other leaves pass untouched.
 
         Returns:
             The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
@@ -253,7 +253,7 @@ class Scaling:
     def unscale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays divided by the scale.
 
-        The arguments, the result and the errors are those of `scale`.
+        Arguments, result and errors are as in `scale`.
         """
         scale = self._effective_scale
         return _multiply(tree, lambda dtype: 1 / scale.astype(dtype))

@@ -1,4 +1,4 @@
-"""Loss scales from strings, and with a policy map: `jmpx.get_mixed_precision`."""
+"""The grammar of loss scales, and of a policy map with a loss scale."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,7 +35,6 @@ LossScaleLike: TypeAlias = str | MappingLike | LossScale
 KINDS = {**{kind: kind for kind in ARGUMENTS}, "noop": "none"}
 _KIND_WORDS = ", ".join(map(repr, KINDS))
 _KEYS = {key: key for key in DYNAMIC}
-_KEY_WORDS = ", ".join(map(repr, DYNAMIC))
 
 
 @overload
@@ -94,7 +93,7 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
 
 
 def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:
-    """Parses the string of a loss scale, which may be the end of that of a mixed precision."""
+    """Parses the string of a loss scale, or the last part of a mixed precision's."""
     text.refuse("|", "write one policy map, a bar and one loss scale, for jmpx.get_mixed_precision")
     text.refuse(";", "give one loss scale, with commas between its parts")
     first, *parts = text.split(",")
@@ -103,7 +102,8 @@ def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:
     for part in parts:
         if "=" not in part.text:
             what = f"Expected 'key=number', got {part.value!r}" if part.value else "Empty part"
-            raise ValueError(f"{what}{part.at}: write one of {_KEY_WORDS} and an equals sign.")
+            words = ", ".join(map(repr, DYNAMIC))
+            raise ValueError(f"{what}{part.at}: write one of {words} and an equals sign.")
         entries.append(part.cut("="))
     return _make(kind, by_name(entries, _KEYS), policy_map)
 
@@ -125,7 +125,7 @@ def _make(kind: Found, given: Mapping[str, Found], policy_map: PolicyMap | None)
             f"Expected 'init' to be within 'min' and 'max', got {numbers['init']}"
             f"{given['init'].at}: give other bounds."
         )
-    return NoOpLossScale() if word == "auto" and not _scales(kind, policy_map) else made
+    return NoOpLossScale() if word == "auto" and not _any_float16(kind, policy_map) else made
 
 
 def _make_kind(kind: str, numbers: dict[str, Any]) -> LossScale:
@@ -157,8 +157,8 @@ def _read_number(kind: str, key: str, found: Found) -> int | float:
     return check_number(ARGUMENTS[kind][key], number, repr(key), found.at)
 
 
-def _scales(kind: Found, policy_map: PolicyMap | None) -> bool:
-    """Whether `auto` means a dynamic loss scale: whether anything computes in float16."""
+def _any_float16(kind: Found, policy_map: PolicyMap | None) -> bool:
+    """Whether anything computes in float16, so that `auto` means a dynamic loss scale."""
     if policy_map is None:
         raise ValueError(
             f"Cannot decide 'auto'{kind.at} without a policy: give get_loss_scale a policy=, or "
@@ -168,15 +168,15 @@ def _scales(kind: Found, policy_map: PolicyMap | None) -> bool:
     return jnp.float16 in computes_in
 
 
-# The mixed precision of a program as one value: a policy map, and a loss scale.
+# Mixed precision: a policy map and a loss scale as one value.
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
-    """A policy map and the loss scale to begin with: what one string says about a program.
+    """A policy map and the initial loss scale: the mixed precision of a program in one string.
 
-    A frozen, hashable, picklable value (not a pytree), whose numbers are those of the first step:
-    the loss scale that changes belongs in the train state. `str()` gives one line that
+    A frozen, hashable, picklable value (not a pytree) for the beginning of a training: the loss
+    scale that changes belongs in the train state. `str()` gives one line that
     `get_mixed_precision` parses back to an equal value.
 
     Args:
@@ -211,8 +211,11 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         policy_map = get_policy_map(self.policy_map)
         loss_scale = get_loss_scale(self.loss_scale, policy=policy_map)
+        if isinstance(loss_scale, DynamicLossScale):
+            leaves = {name: concrete_leaf(getattr(loss_scale, name), name) for name in LEAVES}
+            loss_scale = dataclasses.replace(loss_scale, **leaves)
         object.__setattr__(self, "policy_map", policy_map)
-        object.__setattr__(self, "loss_scale", _with_numpy_arrays(loss_scale))
+        object.__setattr__(self, "loss_scale", loss_scale)
 
     @property
     def policy(self) -> Policy:
@@ -231,20 +234,12 @@ class MixedPrecision:
         return hash((self.policy_map, str(self.loss_scale)))  # arrays have no hash
 
 
-def _with_numpy_arrays(loss_scale: LossScale) -> LossScale:
-    """Returns a loss scale whose leaves are NumPy's arrays of shape ()."""
-    if not isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    leaves = {name: concrete_leaf(getattr(loss_scale, name), name) for name in LEAVES}
-    return dataclasses.replace(loss_scale, **leaves)
-
-
 # What `get_mixed_precision` takes.
 MixedPrecisionLike: TypeAlias = PolicyMapLike | MixedPrecision
 
 
 def policy_map_of(policy: MixedPrecisionLike) -> PolicyMap:
-    """Returns the policy map of what takes a policy, a policy map or a mixed precision."""
+    """Returns the policy map of a mixed precision, or of anything that `get_policy_map` takes."""
     return policy.policy_map if isinstance(policy, MixedPrecision) else get_policy_map(policy)
 
 
@@ -275,13 +270,19 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     """
     if isinstance(spec, MixedPrecision):
         return spec
-    if isinstance(spec, str):
-        return _parse(spec)
-    return _read(Located(spec)) if is_mapping(spec) else MixedPrecision(spec)
+    if is_mapping(spec):
+        return _read(Located(spec))
+    if not isinstance(spec, str):
+        return MixedPrecision(spec)
+    text, loss_scale = whole_text(spec, "policy").cut("|")
+    policy_map = parse_policy_map(text)
+    if "|" not in spec:
+        return MixedPrecision(policy_map)
+    return MixedPrecision(policy_map, parse_loss_scale(loss_scale, policy_map))
 
 
 def _read(found: Located[MappingLike]) -> MixedPrecision:
-    """Reads the mapping of a mixed precision: that of a policy map, with `loss_scale` beside it."""
+    """Reads the mapping of a policy map that may have `loss_scale` among its keys."""
     entries = read_entries(found.value)
     scales = [entry for entry in entries if entry[0].value.strip().lower() == "loss_scale"]
     policy_map = map_of([entry for entry in entries if entry not in scales], found)
@@ -290,12 +291,3 @@ def _read(found: Located[MappingLike]) -> MixedPrecision:
     if len(scales) > 1:
         raise ValueError(f"Duplicate key 'loss_scale'{scales[1][0].at}: give it once.")
     return MixedPrecision(policy_map, read_loss_scale(scales[0][1], policy_map))
-
-
-def _parse(text: str) -> MixedPrecision:
-    """Parses the string of a mixed precision."""
-    policy_map, loss_scale = whole_text(text, "policy").cut("|")
-    parsed = parse_policy_map(policy_map)
-    if "|" not in text:
-        return MixedPrecision(parsed)
-    return MixedPrecision(parsed, parse_loss_scale(loss_scale, parsed))

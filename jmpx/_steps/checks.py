@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import (
-    Array,
+    ArrayLeaf,
     PyTree,
     all_finite,
     is_array,
@@ -189,14 +189,14 @@ def warn_of_kept_overflow(state: PyTree) -> None:
         )
 
 
-def parts(array: Array | complex) -> list[Any]:
+def parts(array: ArrayLeaf | complex) -> list[Any]:
     """Returns an array; of one over several processes, the parts that this process holds."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return [array]
     return [shard.data for shard in array.addressable_shards]
 
 
-def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, Array]]:
+def _seen_before_counts(node: PyTree, path: str = "") -> Iterator[tuple[str, ArrayLeaf]]:
     """Yields the paths and floating arrays of states that see gradients before a `skip_nonfinite`.
 
     They are sums of gradients, as in `optax.MultiSteps`. Scalars, hyperparameters, are left out.

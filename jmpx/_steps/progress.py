@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.trees import (
-    Array,
+    ArrayLeaf,
     PyTree,
     all_finite,
     at_least_float32,
@@ -152,7 +152,7 @@ def check_progress(
         )
 
 
-def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
+def counts_of(opt_state: PyTree, name: str) -> list[ArrayLeaf | int]:
     """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them."""
     found: list[PyTree] = []
 
@@ -230,6 +230,6 @@ def _factor_of(loss_scale: LossScale) -> jax.Array:
     return jnp.asarray(one_scale.scale(jnp.ones((), jnp.float32)), jnp.float32)
 
 
-def _largest(count: Array | int) -> jax.Array:
+def _largest(count: ArrayLeaf | int) -> jax.Array:
     count = jnp.asarray(count, jnp.int32)
     return count.max() if count.ndim else count

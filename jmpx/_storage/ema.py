@@ -22,7 +22,7 @@ from jmpx._base.trees import (
 )
 
 LARGEST_COUNT = 2**31 - 1  # an int32
-_LARGEST_DECAY = 1 - 2.0**-24  # A smaller part of a number is lost in float32.
+_LARGEST_DECAY = 1 - 2.0**-24  # float32 loses a smaller step
 
 
 @serialized
@@ -70,13 +70,13 @@ class Ema:
     def update(
         self, params: PyTree, state: EmaState, grads_finite: Flag | None = None
     ) -> tuple[PyTree, EmaState]:
-        """Takes the parameters of one step into the average.
+        """Adds the parameters of one step to the average.
 
         Args:
             params: the parameters after the optimizer's step, as `init` was given them.
             state: the state.
-            grads_finite: whether the step was taken: a scalar bool, traced or not. A step that
-                was skipped leaves the average and its count alone. None means that it was taken.
+            grads_finite: whether the step was taken: a scalar bool, traced or not. A skipped step
+                leaves the average and its count alone. None means that it was taken.
 
         Returns:
             The average, and the new state, which holds it.
@@ -94,8 +94,8 @@ class Ema:
         return new.average, new
 
     def _weight(self, count: jax.Array) -> PyTree:
-        # Bias correction divides an average that began with zeros by 1 - decay**count. The same
-        # comes out if the newest parameters weigh this, and no second tree is needed.
+        # Bias correction divides an average that began with zeros by 1 - decay**count. With this
+        # weight of the newest parameters, the result is the same without a second tree.
         if not self.debias or self.decay == 0:
             return 1 - self.decay
         steps = count.astype(jnp.float32)
@@ -105,14 +105,14 @@ class Ema:
 def ema(decay: float, debias: bool = False) -> Ema:
     """Averages parameters over the steps of a training: each one moves 1 - decay of the way.
 
-    The average is float32 or wider. Leaves that are not floating or complex arrays are those of the
-    newest parameters.
+    The average is float32 or wider. Leaves that are not floating or complex arrays are taken from
+    the newest parameters.
 
     Args:
         decay: how much of the average a step keeps: from 0 to 1 - 2**-24.
         debias: whether to correct for the beginning. Without, the average begins with the
             parameters of `init`, which weigh `decay` to the power of the number of steps. With it,
-            they weigh nothing: the average is that of the steps so far.
+            they weigh nothing: only the steps so far are averaged.
 
     Returns:
         An `Ema`, whose `init` and `update` may be called under `jax.jit` and in a `jax.lax.scan`.
@@ -135,14 +135,14 @@ def ema(decay: float, debias: bool = False) -> Ema:
 
 
 def _begin(leaf: PyTree) -> PyTree:
-    """Returns a leaf in the dtype of its average, as an array of its own."""
+    """Returns a copy of a leaf in the dtype of its average."""
     if not is_traceable(leaf):
         return leaf
     return jnp.array(at_least_float32(leaf) if is_floating(leaf) else leaf, copy=True)
 
 
 def _step(average: PyTree, leaf: PyTree, weight: jax.Array | float) -> PyTree:
-    """Moves an average towards a leaf: equal ones stay equal, which a weighted sum would not."""
+    """Moves an average towards a leaf; unlike a weighted sum, it keeps equal numbers equal."""
     if not (is_inexact_array(leaf) and is_traceable(leaf)):
         return leaf
     is_narrow = is_floating(average) and average.dtype.itemsize < 4

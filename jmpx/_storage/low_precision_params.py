@@ -1,4 +1,4 @@
-"""Optimizers of 16-bit parameters, and with 16-bit states."""
+"""Optimizers whose parameters or states are stored in 16 bits."""
 
 import dataclasses
 import warnings
@@ -35,13 +35,13 @@ def is_optimizer(optimizer: object) -> bool:
 
 
 def name_of(value: object) -> str:
-    """Returns a value as errors name it; an object of NNX, whose text is long, by its type."""
+    """Returns the text of a value in errors; for an object of NNX, whose repr is long, its type."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__name__}" if is_object(value) else describe(value)
 
 
 def in_place_of_optimizer(value: object, otherwise: str) -> str:
-    """Returns the remedy for a wrong optimizer: an `nnx.Optimizer` holds the right one."""
+    """Returns the remedy for a wrong optimizer, which for an `nnx.Optimizer` is its `tx`."""
     if not (is_object(value) and hasattr(value, "tx")):
         return otherwise
     return "wrap the optax optimizer that it is made of, and make the nnx.Optimizer of the result"
@@ -56,7 +56,7 @@ def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs
             f"Expected an optax gradient transformation, got {name_of(optimizer)}: "
             f"{in_place_of_optimizer(optimizer, 'pass for example optax.adam(1e-3)')}."
         )
-    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
+    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments without declaring it.
         multi_steps: PyTree = optimizer
         optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     return optax.with_extra_args_support(optimizer)
@@ -77,15 +77,15 @@ def apply_update(update: PyTree, leaf: PyTree) -> PyTree:
 
 
 def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
-    """Returns the key of a step; `stream` tells apart what is rounded in the same one."""
+    """Returns the key of a step; each `stream` has keys of its own."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)
 
 
-# Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits.
+# Optimizers of 16-bit parameters, which round by chance or keep low bits, so that none stalls.
 
 
 Rounding: TypeAlias = Literal["stochastic", "split"]
-_STREAM, _STATE_STREAM = 0, 1  # of keys: for parameters, and for optimizer states
+_STREAM, _STATE_STREAM = 0, 1  # of the keys for parameters, and for optimizer states
 
 
 @serialized
@@ -96,8 +96,8 @@ class LowPrecisionParamsState(NamedTuple):
         inner_state: the state of the wrapped optimizer.
         low: with "split", the low halves of the parameters, in uint16:
             `jmpx.optim.merge_master(params, low)` are the float32 masters. None with "stochastic".
-        count: with "stochastic", how many updates there were: an int32 array of shape (), of which
-            the key of each step is made. None with "split".
+        count: with "stochastic", the number of updates, from which the key of each step is made:
+            an int32 array of shape (). None with "split".
     """
 
     __module__ = "jmpx.types"
@@ -127,8 +127,8 @@ def low_precision_params(
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
-            parameters in float32, and makes its state of them; `jmpx.optim.with_state_dtype` inside
-            keeps that in bfloat16.
+            parameters in float32, so its state is in float32; `jmpx.optim.with_state_dtype` inside
+            keeps it in bfloat16.
         rounding: "stochastic" or "split".
         seed: of the stochastic rounding. Devices round replicated parameters alike.
 
@@ -169,7 +169,7 @@ def low_precision_params(
             f'Expected rounding to be "stochastic" or "split", got {describe(rounding)}: '
             '"stochastic" needs no more memory, and "split" trains as float32 does.'
         )
-    # optax's type of states knows no None.
+    # Any, because optax's type of states excludes None.
     low_precision: PyTree = LowPrecisionParams(inner, rounding, seed)
     return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)
 
@@ -257,7 +257,7 @@ def _check_params(params: PyTree) -> None:
 
 
 def _merged(params: PyTree, low: PyTree) -> PyTree:
-    """Returns the float32 masters. Parameters that stayed float32 are their own."""
+    """Returns the float32 masters; parameters in float32 are their own masters."""
     kept = lambda leaf, low: low if _is_narrow(leaf) else None  # noqa: E731
     return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
 
@@ -272,7 +272,7 @@ def _split(masters: PyTree, params: PyTree, lows: PyTree) -> tuple[PyTree, PyTre
 
 
 def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
-    """Returns the new parameters, rounded by chance, each with a key of its place."""
+    """Returns the new parameters, each rounded by chance with the key of its place."""
     leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
     pairs = enumerate(zip(leaves, structure.flatten_up_to(masters), strict=True))
     return structure.unflatten(
@@ -284,9 +284,9 @@ def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
 
 
 def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:
-    """Returns what `optax.apply_updates` adds to an old parameter to make it the new one.
+    """Returns the update by which `optax.apply_updates` makes an old parameter the new one.
 
-    For a parameter of 16 bits it is the float32 difference, in which -0.0 changes no parameter.
+    For a 16-bit parameter it is the float32 difference: -0.0 if equal, which keeps a -0.0 as it is.
     """
     if update is None or not _is_narrow(old):
         return update
@@ -294,7 +294,7 @@ def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:
     return jnp.where(new == old, jnp.float32(-0.0), new - old)
 
 
-# Optimizer state in a dtype of its own, whatever that of the parameters.
+# Optimizer state in another dtype than the parameters.
 
 
 @serialized
@@ -302,8 +302,8 @@ class StateDtypeState(NamedTuple):
     """The state of `with_state_dtype`.
 
     Attributes:
-        inner_state: the state of the wrapped optimizer, its arrays in the dtype asked for.
-        count: how many updates there were: an int32 array of shape ().
+        inner_state: the state of the wrapped optimizer, its arrays in the requested dtype.
+        count: the number of updates: an int32 array of shape ().
     """
 
     __module__ = "jmpx.types"
@@ -317,15 +317,15 @@ def with_state_dtype(
 ) -> "optax.GradientTransformationExtraArgs":
     """Keeps the state of an optimizer in a dtype of its own: float32, or bfloat16 to save memory.
 
-    Optax makes state in the dtype of the parameters, and so the moments of bfloat16 parameters
-    stall. With this, the optimizer gets parameters, gradients and state in float32, and its updates
-    are float32; only between the steps its state is in `dtype`. bfloat16 is rounded by chance, as
-    by `jmpx.optim.stochastic_round`, so that moments are right on average; the page on storage has
-    their errors. Where the first one alone is to be short, `optax.adam(mu_dtype=...)` does.
+    Optax makes state in the dtype of the parameters, so the moments of bfloat16 parameters stall.
+    With this, the optimizer gets parameters, gradients and state in float32, and its updates are
+    float32; its state is in `dtype` only between steps. bfloat16 is rounded by chance, as by
+    `jmpx.optim.stochastic_round`, so that moments are right on average; the page on storage has
+    their errors. For the first moment alone, use `optax.adam(mu_dtype=...)`.
 
-    State that `init` makes of the parameters' numbers stays float32, such as the copies from which
-    `optax.contrib.mechanize`, `prodigy` and `schedule_free` measure how far the parameters went:
-    the difference would be that of two roundings. Zeros in their shapes are no such state.
+    State that `init` computes from the parameters' numbers stays float32, such as the copies from
+    which `optax.contrib.mechanize`, `prodigy` and `schedule_free` measure how far the parameters
+    went: in 16 bits, rounding would exceed the distance. Zeros in their shapes are no such state.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
@@ -335,7 +335,7 @@ def with_state_dtype(
     Returns:
         An optax gradient transformation. Its state is a `StateDtypeState`, whose floating arrays
         are in `dtype`, except copies of parameters and arrays of shape (), such as
-        hyperparameters. Other arguments of `update` are handed on.
+        hyperparameters. Other arguments of `update` pass through.
 
     Raises:
         TypeError: if `optimizer` is not an optax gradient transformation.
@@ -394,7 +394,7 @@ def with_state_dtype(
 
 
 def _stored(leaf: PyTree, dtype: DTypeLike, key: jax.Array | None = None) -> PyTree:
-    """Returns a leaf of the state as it is stored, in a narrow dtype rounded by chance with a key.
+    """Returns a leaf of the state in a dtype; with a key, narrow ones are rounded by chance.
 
     Leaves of shape (), such as hyperparameters, stay as they are: they take no memory.
     """

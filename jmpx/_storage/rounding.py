@@ -1,4 +1,4 @@
-"""Stochastic rounding, and a float32 master as a bfloat16 parameter and the bits that it lacks."""
+"""Stochastic rounding; float32 masters split into bfloat16 parameters and their low bits."""
 
 import functools
 from typing import Any, TypeVar
@@ -22,16 +22,16 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
     A number between two neighbors of `dtype` becomes the upper one with a probability of its
     distance from the lower one. The rounding works on bits, so that XLA cannot undo it.
 
-    Numbers that `dtype` has stay as they are. NaN, and numbers beyond the largest of `dtype`,
-    become what a cast makes of them. Probabilities are multiples of 2**-32, which is exact except
-    for numbers far below the smallest normal one of float16 and of eight bits.
+    Numbers that `dtype` has stay as they are. NaN, and numbers beyond the largest of `dtype`, are
+    cast. Probabilities are multiples of 2**-32, which is exact except for numbers far below the
+    smallest normal one of float16 and of eight bits.
 
     Args:
         tree: any pytree. JAX and NumPy arrays and scalars and tracers of floating dtype are
             rounded; other leaves pass untouched, and so do leaves that are in `dtype`.
         dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-        key: a key of `jax.random.key` or `jax.random.PRNGKey`. Pass another one at each step. Each
-            leaf folds its place in the tree into it, and so every device rounds a replicated leaf
+        key: a key of `jax.random.key` or `jax.random.PRNGKey`. Pass another one at each step. The
+            place of a leaf in the tree is folded into it, so every device rounds a replicated leaf
             alike. Under `jax.shard_map`, fold the index of the device into the key of shards.
 
     Returns:
@@ -95,54 +95,54 @@ def _round_array(array: jax.Array, key: jax.Array, dtype: ScalarType) -> jax.Arr
 
 
 def _lower_neighbor(magnitude: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the bits of the next number of a narrow format at or below one of float32.
+    """Returns the bits of the nearest numbers of a narrow format at or below float32 numbers.
 
-    `magnitude` has the bits of numbers without their sign. The second result is the distance to
-    them, of which 2**32 is that to the next number.
+    `magnitude` has the bits of the float32 numbers without their sign. The second result is their
+    distance from the lower neighbor, in 2**-32 of the gap to the next number.
     """
     wide = jnp.finfo(jnp.float32)
     stored = (magnitude >> wide.nmant).astype(jnp.int32)  # the exponent, as float32 has it
     leading = (stored > 0).astype(jnp.uint32) << wide.nmant
     significand = magnitude & (2**wide.nmant - 1) | leading
-    exponent = jnp.maximum(stored, 1)  # a subnormal number has that of the smallest normal one
+    exponent = jnp.maximum(stored, 1)  # subnormal numbers have the smallest normal exponent
     smallest = narrow.minexp - wide.minexp + 1
     kept = jnp.maximum(exponent, smallest)
-    dropped = kept - exponent + (wide.nmant - narrow.nmant)  # so many bits of the significand
+    dropped = kept - exponent + (wide.nmant - narrow.nmant)  # how many bits of the significand
 
     def shift(count: jax.Array) -> jax.Array:
         return jnp.clip(count, 0, 31).astype(jnp.uint32)
 
     lower = (kept - smallest).astype(jnp.uint32) << narrow.nmant
     lower += significand >> shift(dropped)
-    # The bits that are not dropped are lost at the left.
+    # The shift to the left loses the bits that are kept.
     return lower, significand << shift(32 - dropped) >> shift(dropped - 32)
 
 
-# Float32 masters as two halves: bfloat16 parameters for the model, and 16 bits for the rest.
+# Float32 masters as two halves: bfloat16 parameters for the model, and their low 16 bits.
 
 
-_HALF = 0x8000  # half a unit of the last place of bfloat16, in units of float32's
+_HALF = 0x8000  # half a unit in the last place of bfloat16, in units of float32's
 _LARGEST = 0x7F7F  # the bits of the largest bfloat16
-_INF = 0x7F80  # those of its infinity; NaN comes after it
+_INF = 0x7F80  # the bits of its infinity; NaN comes after it
 _QUIET = 0x0040  # the bit that tells a quiet NaN from a signaling one
 
 
 def split_master(tree: T) -> tuple[T, PyTree]:
     """Splits float32 parameters into bfloat16 ones and the 16 bits that these lack.
 
-    The two together take as much memory as float32 masters alone, and the model reads the first
-    without a cast. `jmpx.optim.merge_master` puts them together again.
+    Together they take as much memory as float32 masters alone, and the model reads the bfloat16
+    ones without a cast. `jmpx.optim.merge_master` puts them together again.
 
-    The high half is the nearest bfloat16. Of two equally near it is the one away from zero, where a
-    cast takes the even one: with both kinds of ties, 65,537 numbers would share one bfloat16, and
-    16 bits tell only 65,536 apart. Finite numbers stay finite in it, and NaN stays NaN.
+    The high half is the nearest bfloat16. Ties round away from zero, where a cast rounds to even:
+    with ties to even, 65,537 numbers would share one bfloat16, and 16 bits tell only 65,536 apart.
+    Finite numbers stay finite in it, and NaN stays NaN.
 
     Args:
         tree: any pytree whose floating leaves are float32: JAX and NumPy arrays and scalars.
 
     Returns:
-        The same tree twice: with the high halves, in bfloat16, and with the low ones, in uint16. A
-        leaf that is not floating passes untouched into the first, and is None in the second.
+        Two trees of the same structure: the high halves, in bfloat16, and the low ones, in uint16.
+        A leaf that is not floating passes untouched into the first, and is None in the second.
 
     Raises:
         ValueError: if a floating leaf is not float32.
@@ -168,10 +168,10 @@ def split_master(tree: T) -> tuple[T, PyTree]:
 def merge_master(high: T, low: PyTree) -> T:
     """Returns the float32 parameters that `jmpx.optim.split_master` split, bit for bit.
 
-    But numbers beyond the largest of bfloat16, 3.39e38, lose their last bit (float32's largest
-    keeps it), and a signaling NaN whose payload is all in its low half becomes a quiet one. Where a
-    parameter was replaced and its low half was not, the result is within half a unit of bfloat16's
-    last place of the new one.
+    Exceptions: numbers beyond the largest of bfloat16, 3.39e38, lose their last bit (float32's
+    largest keeps it), and a signaling NaN whose payload is all in its low half becomes a quiet one.
+    If a parameter was replaced and its low half was not, the result is within half a unit in the
+    last place of the new one, in bfloat16.
 
     Args:
         high: the tree of bfloat16 parameters.
@@ -224,9 +224,9 @@ def _split_array(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     sign, magnitude = bits >> 31 << 15, bits & 0x7FFFFFFF
     cut, low = magnitude >> 16, magnitude & 0xFFFF
     is_finite = cut < _INF
-    # Finite float32 numbers are as many as pairs of a finite high half and a low one. Rounding
-    # leaves half of the low halves of zero unused, and so `_LARGEST` lacks as many: of the numbers
-    # from it on, two share one, and float32's largest comes back rather than its neighbor.
+    # There are as many finite float32 numbers as pairs of finite high halves and low ones. Rounding
+    # leaves half of the low halves of zero unused, so `_LARGEST` lacks as many: from there on, two
+    # numbers share one pair, and float32's largest comes back rather than its neighbor.
     low = jnp.where(is_finite & (cut == _LARGEST), low >> 1, low)
     rounded = jnp.minimum((magnitude + _HALF) >> 16, _LARGEST)
     quiet = jnp.where((cut == _INF) & (low > 0), cut | _QUIET, cut)
@@ -241,7 +241,7 @@ def _merge_arrays(high: jax.Array, low: jax.Array) -> jax.Array:
     sign, cut = (bits >> 15).astype(jnp.uint32) << 31, bits & 0x7FFF
     low = low.astype(jnp.int32)
     was_rounded_up = low >= _HALF
-    # Never below zero, even if a zero was put in place of a high half.
+    # Never below zero, even if somebody replaced a high half by zero.
     near = jnp.maximum((cut << 16) + low - jnp.where(was_rounded_up, 0x10000, 0), 0)
     doubled = (cut << 16) | jnp.where(low == _HALF - 1, 0xFFFF, low << 1)
     finite = jnp.where((cut == _LARGEST) & ~was_rounded_up, doubled, near)

@@ -1,4 +1,4 @@
-"""Policies of classes are part of what JAX caches jitted functions by."""
+"""Policies of classes are part of the keys of JAX's caches of jitted functions."""
 
 import contextlib
 import dataclasses

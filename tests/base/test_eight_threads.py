@@ -1,4 +1,4 @@
-"""What threads share, and what each has for itself: policies, contexts, classes, marks, warnings.
+"""Eight threads share classes and jitted functions, and have policies and contexts of their own.
 
 In the first test, each of eight threads attaches its own policy to classes that all threads share,
 pushes another one, opens a policy map of its own, and calls modules of Haiku, Linen, Equinox and
@@ -63,7 +63,7 @@ def switching_every(seconds):
         sys.setswitchinterval(interval)
 
 
-# Modules whose results show how they were traced.
+# Modules whose results tell how they were traced.
 
 
 _log = threading.local()  # the policies that were current in the calls that this thread traced
@@ -212,7 +212,7 @@ class Thread:
 
 @pytest.fixture
 def without_cache():
-    """Keeps nothing of what is compiled: a thread would read files that another is writing."""
+    """Turns the compilation cache off: a thread could read a file that another is writing."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield

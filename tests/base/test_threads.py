@@ -93,7 +93,7 @@ def test_set_policy_between_pushes_that_end_out_of_order(name):
     jmpx.clear_policy(PUSHES[name])
 
 
-# Entry that is refused, and frameworks' own interceptors
+# Refused entries, and frameworks' own interceptors
 
 
 @everywhere
@@ -210,7 +210,7 @@ def started(make, *policies):
 @everywhere
 @ENDS
 def test_a_context_that_ends_in_another_thread_is_over(kind, how):
-    """From the next call of a module, or the next trace of one, on."""
+    """It ends at the next call or trace of a module."""
     make, run = CONTEXTS[kind]
     module = jax.jit(lambda x: jnp.zeros((), run(x)))
     around = jax.jit(lambda x: (module(x), x))  # traced without a call of the module
@@ -259,7 +259,7 @@ def test_the_contexts_around_one_that_ends_in_another_thread_go_on(kind, how):
 
 @everywhere
 def test_a_context_that_ends_while_its_thread_traces(kind):
-    """What is traced partly under a policy is not kept for a later context of that policy."""
+    """A trace partly under a policy is not reused in a later context of that policy."""
     make, run = CONTEXTS[kind]
     held, dtypes = started(make, "c=bf16"), []
 

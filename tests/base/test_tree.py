@@ -1,4 +1,4 @@
-"""Casts of pytrees, whether all of one is finite, and a selection between two."""
+"""`cast_tree`, `all_finite` and `select_tree`."""
 
 import dataclasses
 import functools
@@ -127,7 +127,7 @@ def test_constants_of_a_traced_function_are_cast_once_while_it_is_traced(make, r
 
 
 def test_named_casts(rng):
-    """Those of MPX are in tests/drop_in."""
+    """The functions of MPX are in tests/drop_in."""
     for cast, dtype in ((jmpx.cast_to_full, "float32"), (jmpx.cast_to_half, jmpx.half_dtype())):
         tree = cast({"x": rng.normal(size=3), "n": 1})
         assert tree["x"].dtype == dtype and tree["n"] == 1
@@ -314,7 +314,7 @@ def test_select_tree_of_what_jax_cannot_hold(name):
     assert picked[0] is b["x"]
     if name in ("objects", "a number and a text"):
         return
-    # Leaves that are equal are no conflict.
+    # Equal leaves are no conflict.
     leaf, found = OUTSIDE[name][0], []
     equal = pickle.loads(pickle.dumps(leaf))
     jax.eval_shape(lambda flag: found.append(jmpx.select_tree(flag, leaf, equal)), True)

@@ -15,7 +15,7 @@ LARGE = 2.0**30  # float32 loses a number of about 1 beside it, float64 does not
 
 
 def solve(m, x):
-    """A sum in which all digits cancel that float32 has."""
+    """A sum in which all digits of float32 cancel."""
     return (x @ m.param("w", 2, 2) + LARGE) - LARGE
 
 

@@ -52,7 +52,7 @@ every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def gradient_ways(f, x, w):
-    """How the products of a function multiply, forward and backward, and of one next to it."""
+    """Returns the algorithms of the products in a function and after it, forward and backward."""
 
     def loss(x, w):
         with jax.default_matmul_precision("high"):

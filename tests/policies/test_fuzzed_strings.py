@@ -61,7 +61,7 @@ OBJECTS = (
 
 
 class Finding(Exception):
-    """A violation of what parsers promise."""
+    """A violation of the contract of parsers."""
 
 
 def spliced(text: str, start: int, end: int, new: str) -> str:
@@ -129,7 +129,7 @@ def check(parser: str, spec: Any) -> bool:
 
 
 def check_string(parser: str, spec: str, value: Any) -> None:
-    """Checks that a string which was understood means the same elsewhere."""
+    """Checks that other parsers read an accepted string in the same way."""
     if PARSERS[parser](f" \t{spec} ") != value:
         raise Finding("white space around it changes its value")
     if parser == "get_policy" and jmpx.get_policy_map(spec) != jmpx.PolicyMap(value):

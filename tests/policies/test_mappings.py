@@ -22,7 +22,7 @@ MAP = {
 MAP_STRING = "c=bf16,o=f32; LayerNorm: full; */router?: c=f32,m=highest"
 
 
-# The libraries that programs are configured with, each with what its users hand on.
+# Libraries of configurations, each with the value that its users pass on.
 LIBRARIES = {
     "dict": dict,
     "json": lambda mapping: json.loads(json.dumps(mapping)),
@@ -46,7 +46,7 @@ def test_every_kind_of_mapping(library):
 
 
 def test_a_frozen_config_dict_holds_rules_as_strings():
-    # It refuses mappings in lists.
+    # ml_collections refuses mappings in lists.
     rules = ["LayerNorm: full", "*/router?: c=f32,m=highest"]
     config = ml_collections.FrozenConfigDict({"policy": {"c": "bf16", "o": "f32"}, "rules": rules})
     assert isinstance(config.rules, tuple)

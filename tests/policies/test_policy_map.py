@@ -79,7 +79,7 @@ MATCHES = [
     ("haiku.Module", hk.BatchNorm, "x", True),
     ("haik.BatchNorm", hk.BatchNorm, "x", False),
     ("haiku.nets.MLP", hk.nets.MLP, "x", False),  # it lives in haiku._src.nets
-    # Globs, of which a model follows.
+    # Globs
     ("*/head/*", Norm, "net/head", True),
     ("*/head/*", Norm, "head/linear", True),
     ("*/head/*", Norm, "ahead/linear", False),
@@ -114,7 +114,7 @@ def matches(glob, path):
 
 
 def model_of_globs(glob, path):
-    """What a glob means, letter by letter."""
+    """Matches a glob letter by letter."""
 
     def match(glob, text):
         if not glob:
@@ -149,7 +149,7 @@ def test_a_glob_matches_what_was_made_of_it(parts):
 
 @pytest.mark.parametrize("times", [12, 3000])
 def test_globs_of_many_stars_come_to_an_end(times):
-    # A regular expression tries every way to share the letters out: it would never end.
+    # A naive regular expression would backtrack forever.
     text = "a" * (4 * times)
     assert not matches("*a" * times + "*b", text)
     assert not matches("*a*b" * times, text)
@@ -169,7 +169,7 @@ def test_a_rule_inherits_the_dtypes_of_the_surrounding_call():
     assert a.resolve(default, f16) == jmpx.Policy("f64", F32, F16)
     assert b.resolve(default, f16) == jmpx.Policy("f64", F16, F32)
     assert c.resolve(default, default) == jmpx.get_policy("f16")
-    # The outermost call's result is that of the whole.
+    # The outermost call has the output dtype of the default.
     assert a.resolve(default, None) == jmpx.Policy("f64", F32, F32)
 
 
@@ -189,7 +189,7 @@ def test_a_rule_inherits_the_algorithm_of_the_surrounding_call():
 
 # How a map is applied
 
-# What is written, what is in force, and how it is written back.
+# A policy map, the way in which it is applied, and its string.
 WAYS = {
     "c=bf16": ("operations", "params=float32,compute=bfloat16"),
     "bf16": ("operations", "params=bfloat16,compute=bfloat16"),

@@ -22,7 +22,7 @@ WAYS = ("full", "by=arguments,c=bf16", "by=modules,c=bf16", "c=bf16", "c=f16")
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    """As if all that is computed again lived at once; small models have one piece otherwise."""
+    """Counts all recomputed bytes as live together; else, small models have one piece."""
     monkeypatch.setattr(cuts, "_AGAIN", 1)
 
 
@@ -191,12 +191,12 @@ def test_hard_programs(rng, name):
         )
         np.testing.assert_allclose(saved, value, rtol=1e-6)
         sizes = np.linalg.norm(grads), np.linalg.norm(np.subtract(grads, found))
-        # Weights that pieces share get the sum of their cotangents in float32, not in 16 bits.
+        # The cotangents of weights that pieces share are summed in float32, not in 16 bits.
         assert sizes[1] <= sizes[0] * (1e-5 if policy == "full" else 1e-2)
 
 
 def test_products_under_a_vmap_outside_are_saved(rng):
-    """Each example has its own weights, so that products have dimensions of a batch."""
+    """Each example has its own weights, so that products have batch axes."""
     ws, x = [normal(rng, 3, 8, 8) for _ in range(3)], normal(rng, 3, 4, 8)
     counts = []
     for fn in (blocks, jmpx.remat(blocks), jax.checkpoint(blocks)):
@@ -205,7 +205,7 @@ def test_products_under_a_vmap_outside_are_saved(rng):
     assert counts[0] == counts[1] < counts[2]
 
 
-# What the ways keep, in bytes.
+# The bytes that each way keeps.
 
 
 def layer(x, w):
@@ -226,7 +226,7 @@ def in_a_scan_of_layers(ws, x):
     "apply", [chain(layer), chain(jax.jit(layer)), in_a_scan, in_a_scan_of_layers]
 )
 def test_no_way_keeps_copies_of_weights(rng, apply):
-    """Casts of inputs move to what reads them, also into jitted layers and scans."""
+    """Casts of inputs move to their readers, also into jitted layers and scans."""
     ws, x = [normal(rng, 32, 32) for _ in range(6)], normal(rng, 4, 32)
     kept = {}
     for policy in ("full", "by=arguments,c=bf16", "by=arguments,c=bf16,save=products"):
@@ -310,7 +310,7 @@ class Batched(nnx.Module):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [None, *WAYS[:4]])
 def test_state_of_nnx_modules_is_carried(rng, policy):
-    """The running statistics, and the model's gradients, are those without `save=`."""
+    """The running statistics and gradients are the same as without `save=`."""
     x, models, grads = normal(rng, 4, 8), [], []
     for save in ("", ",save=products"):
         model = Batched(nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""What the backward pass keeps: of kernels under `save=`, of checkpoints, and how many bytes."""
+"""Kernels and checkpoints under `save=`, and the bytes that the backward pass keeps."""
 
 import functools
 from typing import Any
@@ -84,7 +84,7 @@ def of_integers(x, w):
     return jax.tree.leaves(with_integers(jnp.sin, jax.random.key(3), jnp.array(2), x, w))[0]
 
 
-# By names, how often the forward pass runs.
+# Name -> how often the forward pass runs.
 CASES = {
     "of integers and a key": (of_integers, 1),
     "in a scan": (scanned, 3),
@@ -94,7 +94,7 @@ CASES = {
 
 
 def grads_of(fn, save, wrap=jax.jit):
-    """Returns the gradients of a loss, in which what the function reads and returns is computed."""
+    """Returns the gradients of a loss with computations before and after the function."""
     cast = jmpx.autocast(lambda x, w: jnp.sin(fn(jnp.tanh(x @ w), w)) @ w, save=save)
     return wrap(jax.grad(lambda x, w: (cast(x, w).astype(F32) ** 2).sum(), (0, 1)))
 
@@ -237,8 +237,8 @@ def test_residuals(transformer):
     ratios = {way: bytes_ / kept["float32"] for way, bytes_ in kept.items()}
     assert ratios["autocast"] < 0.66
     assert ratios[SAVED] < 0.16
-    # Of each block the two activations between pieces, and what the first products of its halves
-    # made; of the head the scores, which the loss reads in float32, and the labels.
+    # For each block, the two activations between pieces, and the results of the first products of
+    # its halves; for the head, the scores, which the loss reads in float32, and the labels.
     tokens, width = 8 * 128, 256
     blocks, head = 4 * tokens * (2 + 3 + 4) * width * 2, tokens * 64 * 4 + tokens * 4
     assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens

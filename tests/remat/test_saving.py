@@ -1,4 +1,4 @@
-"""`save="products"` changes what is kept, and neither numbers nor dtypes: pieces and cuts."""
+"""`save="products"`: the same numbers and dtypes, pieces and cuts."""
 
 import collections
 import functools
@@ -106,7 +106,7 @@ SAVES: list[Any] = ["products", "products+mixed", "products+attention"]
 
 
 def dtypes_of_operations(fn, *args):
-    """Returns how often each operation runs on operands of which dtypes."""
+    """Counts operations by name and dtypes of operands."""
     found = [eqn for eqn in equations_of(fn, *args) if eqn.primitive.name not in _AROUND]
     return collections.Counter(
         (
@@ -164,7 +164,7 @@ def test_an_exported_function_with_symbolic_sizes(rng):
     np.testing.assert_allclose(exported.call(w, batch), plain, rtol=0.05, atol=0.02)
 
 
-# Pieces that are alike share the function under their checkpoint, and others do not.
+# Only equal pieces share the function under their checkpoint.
 
 LAYERS = 6
 
@@ -263,7 +263,7 @@ def test_no_array_is_kept(arrays):
     assert all(ref() is None for ref in kept)
 
 
-# Between which arrays it cuts.
+# The places of cuts.
 
 
 def pieces(fn, *args, **options):
@@ -285,7 +285,7 @@ def blocks(x, w, count=3, wrap=lambda f: f):
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    """As if all that is computed again lived at once; small models have one piece otherwise."""
+    """Counts all recomputed bytes as live together; else, small models have one piece."""
     monkeypatch.setattr(cuts, "_AGAIN", 1)
 
 
@@ -300,7 +300,7 @@ def test_cuts(pair):
             x = blocks(x, w, 1) + jnp.sin(encoded)
         return x
 
-    # An input is no activation: after the first product, the product alone lives.
+    # An input is no activation: after the first product, only the product is live.
     assert pieces(blocks, *pair) == [1, 1, 2, 2]
     assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
     assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
@@ -322,7 +322,7 @@ def scanned(x, w, body=llama, length=6):
 
 
 def test_no_cut_between_products_of_one_activation(pair):
-    """What depends on a carry, or on an operand that is an activation outside, has to be saved."""
+    """Arrays that depend on a carry, or on an activation from outside, have to be saved."""
     jitted = jax.jit(llama)
     assert pieces(scanned, *pair) == pieces(lambda x, w: scanned(x, w, jitted), *pair) == [4, 3]
     assert pieces(lambda x, w: jitted(jitted(x @ w, w), w), *pair) == [1, 4, 3, 4, 3]
@@ -330,7 +330,7 @@ def test_no_cut_between_products_of_one_activation(pair):
 
 @pytest.mark.usefixtures("short_pieces")
 def test_a_loop_saves_for_each_turn(pair):
-    """So a cut that keeps an array may pay in a short loop alone."""
+    """So a cut that keeps an array may only pay in a short loop."""
 
     def count(turns):
         return pieces(lambda x, w: scanned(x, w, lambda x, w: llama(llama(x, w), w), turns), *pair)
@@ -340,7 +340,7 @@ def test_a_loop_saves_for_each_turn(pair):
 
 @pytest.mark.usefixtures("short_pieces")
 def test_what_depends_on_no_product_is_no_activation(rng):
-    """A mask, tables of angles and a cast of each parameter live all along, and hinder no cut."""
+    """A mask, tables of angles and casts of parameters are live throughout, and hinder no cut."""
     x, ws = normal(rng, 4, 8), [normal(rng, 8, 8) for _ in range(3)]
 
     def fn(x, ws):
@@ -381,7 +381,7 @@ def test_first_pieces_are_long_and_the_last_ones_short(pair):
             x = x + function(x @ w) @ w
         return x
 
-    # Where a product alone lives, a cut keeps nothing more.
+    # Where only a product is live, a cut keeps nothing more.
     assert pieces(fn, *pair) == [1, 1, 10, 6, 4, 2]
 
 
@@ -395,7 +395,7 @@ SIZE = st.integers(0, 9)
 @pytest.mark.thorough
 @given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=6))
 def test_the_cuts_that_need_the_least_memory(sizes):
-    """Against all subsets of the places."""
+    """Compares with all subsets of the places."""
     kept, made, others = (list(column) for column in zip(*sizes, strict=True))
     products, again = ([*itertools.accumulate([*column, 3])] for column in (made, others))
 
@@ -477,7 +477,7 @@ def test_products_of_attention_are_made_again_unless_they_are_saved(block, more,
         assert_same_bits(got, wanted)
 
 
-# What is left as it was.
+# Parts that are left as they were.
 
 
 def test_a_gradient_inside(pair):
@@ -518,7 +518,7 @@ def test_effects_happen_once_and_in_order(pair, log):
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f32"])
 def test_products_of_complex_numbers_are_made_again(pair, policy, save):
-    """JAX cannot save one under a checkpoint: it rounds what it saves, which it fails to here."""
+    """JAX cannot save a complex product under a checkpoint, because it fails to round it."""
     x, w = pair
     params = w, lax.complex(w, w.T)
 

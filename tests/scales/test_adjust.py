@@ -130,7 +130,7 @@ def test_in_every_transformation(run, hysteresis, rng):
 
 @pytest.mark.parametrize("has_backoff", [False, True])
 def test_a_compiled_step_adjusts_to_the_bits_of_an_eager_one(has_backoff, rng):
-    """Also for factors that are no power of two, of which XLA rewrites a division."""
+    """Also for factors other than powers of two, where XLA rewrites divisions."""
     factor = float(rng.uniform(1.01, 9))
     backoff = float(rng.uniform(0.01, 0.99)) if has_backoff else None
     compiled = jax.jit(lambda scale, finite: scale.adjust(finite))
@@ -202,7 +202,7 @@ def test_dynamic_loss_scaling_takes_mpxs_steps(start, factor, rng):
     for finite in flags:
         theirs, ours = leniently(theirs.adjust)(jnp.array(bool(finite))), ours.adjust(bool(finite))
         assert ours.counter == theirs.counter
-        # A third is a product here, so that eager and compiled steps agree, and a division there.
+        # jmpx multiplies by a third, so that eager and compiled steps agree; MPX divides.
         tolerance = 1e-5 if factor == 3 else 0
         np.testing.assert_allclose(value(ours), float(theirs.loss_scaling), rtol=tolerance)
         seen.add(value(ours))

@@ -101,7 +101,7 @@ def test_unscale_divides(s, x):
     expected = np.float64(x) / np.float64(s)
     for kind in (jmpx.StaticLossScale, low_dynamic):
         got = float(kind(s).unscale(jnp.float32(x)))
-        # XLA may multiply by the rounded reciprocal, and flushes what is below 2**-126.
+        # XLA may multiply by the rounded reciprocal, and flushes numbers below 2**-126.
         assert abs(got - expected) <= 2.0**-22 * abs(expected) + 2.0**-126
 
 
@@ -125,7 +125,7 @@ ORIGINS = {
     ),
     "unflattened": unflattened,
 }
-# The number to start with, the configuration, and the scale that they give.
+# The initial scale, the configuration, and the resulting scale.
 BOUNDS = [
     (2.0**20, {"max_loss_scale": 2.0**10}, 2.0**10),
     (0.5, {}, 1.0),

@@ -1,4 +1,4 @@
-"""Numbers of a loss scale on their way: kept, written as mappings, saved by Flax and Orbax."""
+"""The numbers of a loss scale, as they are kept, written as mappings, saved by Flax and Orbax."""
 
 import copy
 import dataclasses

@@ -105,7 +105,7 @@ def test_powers_of_two_are_readable(power):
 def test_powers_are_those_of_python(base, power):
     text = f"{base}**{power}"
     expected = math.inf if base == 0 and power < 0 else eval(text)
-    # Python reads -2**2 as -(2**2); what has no value in range is no scale.
+    # Python reads -2**2 as -(2**2); scales have to be in range.
     read = f"dynamic, init={text}, min=0, max={text}"
     if base >= 0 and LEAST_SCALE <= expected <= LARGEST_SCALE:
         scale: Any = jmpx.get_loss_scale(read)

@@ -128,7 +128,7 @@ def test_a_static_argument_of_jit():
         precision.loss_scale = jmpx.NoOpLossScale()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What stands in braces comes again and again.
+# The part in braces is repeated.
 LONG = [
     "{X: f32;}", "{;}", "{c=bf16,}", "{ }", "c:bf16{ }x", "X{ }Y: f32", "{a.}: f32", "{*a}: f32",
     "c={bf16}", "{dynamic}", "{|}", "{X: f32;} | dynamic", "f16 | dynamic{, init=8}",

@@ -1,4 +1,4 @@
-"""Precision contracts: what a checkpoint says of its dtypes, and what is refused after it."""
+"""Precision contracts: a checkpoint tells its dtypes, and others are refused later."""
 
 import json
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ def test_containers_may_differ(rng):
     state = State([leaves], jnp.array(1))
     check_restored({"params": (leaves,), "step": np.int32(1)}, saved(state))
     check_restored(serialization.to_state_dict(state), saved(state))
-    # Paths that look alike are told apart.
+    # Similar paths differ.
     state = {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1, jnp.bfloat16)}}
     assert sorted(saved(state)["dtypes"].values()) == ["bfloat16", "float32"]
     check_restored(state, saved(state))
@@ -114,7 +114,7 @@ def test_values_that_went_through_16_bits_are_found(through, rng):
         assert_refused(f"w in float32 with values of {through} alone", each, description)
         check_restored(each, description, allow_narrowing=True)
     check_restored(rounded, saved(rounded))
-    # Without values, nothing is known of them.
+    # Values are unknown.
     shapes = jax.eval_shape(lambda: state)
     assert saved(shapes)["rounded"] is None
     check_restored(rounded, saved(shapes))

@@ -17,7 +17,7 @@ def trajectory(rng, dtype, steps):
 
 
 def reference(params, decay, debias):
-    """The average in float64: that of `optax.ema`, or one that begins with the first parameters."""
+    """The average in float64: as by `optax.ema`, or beginning with the first parameters."""
     wide = [np.asarray(each["w"]).astype(np.float64) for each in params]
     total = np.zeros(3) if debias else wide[0]
     for each in wide[1:]:
@@ -115,7 +115,7 @@ def test_an_nnx_model_is_averaged_into_one_of_its_own():
     averaged, _ = average.update(model, state, jnp.array(True))
     np.testing.assert_allclose(averaged.kernel[...], first * 1.5, rtol=1e-6)
     assert averaged is not model and model.kernel[...].dtype == jnp.bfloat16
-    # And its parameters are averaged into those with which it evaluates.
+    # It also averages its parameters into those for evaluation.
     averaged, _ = average.update(nnx.state(model, nnx.Param), of_params, jnp.array(True))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(averaged)} == {"float32"}
     nnx.update(model, averaged)

@@ -28,7 +28,7 @@ def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: A
 
 
 def stored(params, dtype):
-    """Parameters as they are stored, and float32 ones of the same values."""
+    """Stored parameters, and float32 ones with the same values."""
     narrow = jmpx.cast_tree(params, dtype)
     return narrow, jmpx.cast_to_full(narrow)
 
@@ -120,7 +120,7 @@ def test_sums_of_a_batch_that_jit_splits_are_not_rounded(microbatches, dtype, rn
 
 @in_16_bits
 def test_tiny_gradients_do_not_underflow_when_they_are_unscaled(rng):
-    """Those of float16 are below its range, once they are divided by the loss scale."""
+    """After division by the loss scale, they are below the range of float16."""
     w = jnp.asarray(1 + rng.random(3), jnp.float16)
 
     def loss(w):

@@ -129,7 +129,7 @@ def test_no_gradient_moves_nothing(rng):
 def test_what_is_returned_adds_up_to_the_new_parameters(rounding, dtype, factor, rng):
     size, spread = 20_000, 12 if dtype == F16 else 60
     old = (rng.normal(size=size) * 2.0 ** rng.uniform(-spread, spread, size)).astype(dtype)
-    # Half of them nearly cancel: the new parameter is a tiny part of the old one.
+    # Half of the updates nearly cancel the parameter, so the new one is tiny.
     near = -old.astype(F32) * (1 + rng.normal(size=size) * 2.0 ** rng.uniform(-24, 0, size))
     far = rng.normal(size=size) * 2.0 ** rng.uniform(-spread, spread, size)
     change = np.where(rng.random(size) < 0.5, near, far).astype(F32)
@@ -294,7 +294,7 @@ def test_nnx_modules(rounding, rng, standard_promotion):
     assert_same_bits(*results)
 
 
-# States in a dtype of their own
+# States in another dtype
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def around(bits):
 
 
 def patterns(rng):
-    """Returns bits of random numbers, of those where a rule changes, and of their negatives."""
+    """Returns bits of random numbers, of numbers where a rule changes, and of their negatives."""
     special = [np.arange(70_000), around(0x3F800000), around(0x3F810000), around(LARGEST)]
     special += [around(INF), np.arange(0x7FFE0000, 2**31)]
     drawn = rng.integers(2**31, size=200_000)

@@ -1,4 +1,4 @@
-"""`stochastic_round`, and `update_report`, which tells what rounding to the nearest loses."""
+"""`stochastic_round`, and `update_report`, which counts updates lost to rounding."""
 
 import functools
 from typing import Any
@@ -201,7 +201,7 @@ def test_what_is_not_one_key_is_refused(wrong):
 
 
 def vanish(params, changes):
-    """Tells which changes do not reach half of the distance to the neighbor, by all of a dtype."""
+    """Finds changes below half of the distance to the neighbor, by listing all values."""
     dtype = params.dtype
     if dtype == F32:
         return (widened(params) + changes).astype(F32) == params

@@ -1,4 +1,4 @@
-"""What takes a policy: it takes a dtype and a mapping, too; 8 bits; rules that match nothing."""
+"""Functions that take a policy: also as a dtype or a mapping; 8 bits; unmatched rules."""
 
 import functools
 import pickle
@@ -90,8 +90,8 @@ def mp_flags(policy):
     return mp.policy_map
 
 
-# What takes a policy -> something of what it does with it that can be compared.
-TAKERS = {
+# A function that takes a policy -> a part of its effect that can be compared.
+FUNCTIONS = {
     "set_policy": lambda policy: set_and_get(Own, policy),
     "set_policy of a Haiku module": lambda policy: set_and_get(hk.Linear, policy),
     "push_policy": lambda policy: push_and_get(Own, policy),
@@ -107,9 +107,9 @@ TAKERS = {
 }
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-def test_every_taker_takes_a_dtype_or_a_mapping_and_nothing_else(taker):
-    take = TAKERS[taker]
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_takes_a_dtype_or_a_mapping_and_nothing_else(function):
+    take = FUNCTIONS[function]
     assert take(np.dtype("float32")) == take("float32") != take(jnp.float16)
     assert take({"compute": "f16", "output": jnp.float32}) == take("c=f16,o=f32")
     for thing in (np.int32, 3):
