@@ -7,7 +7,7 @@ has the classes of results and states, `jmpx.mpx` has MPX's names, `jmpx.flags` 
 """
 
 # These add parts to the keys of JAX's caches, which have to be there before the first trace.
-from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
+from jmpx._base import contexts as _contexts, dtypes as _dtypes  # noqa: F401
 from jmpx._base.public import public_names
 from jmpx._jaxprs import extend as _extend  # noqa: F401
 

@@ -6,9 +6,8 @@ modules, each framework has a file, `haiku` or `linen`, or a package, `equinox` 
 `adapter` fills in the class in `_policies/frameworks.py`. They share:
 
 - `scopes.py`: which policy a module has, and the warnings of rules without effect.
-- `boundaries.py`: calls whose arguments and results are cast, the casts of parameters, and proxy
-  classes.
-- `dtype_fields.py`: the `dtype` fields of layers.
+- `boundaries.py`: calls whose arguments and results are cast, the casts of parameters, the `dtype`
+  fields of layers, and proxy classes.
 
 Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
 dtype of a policy, the *boundary policy*, and its result to the output dtype. The *surrounding

@@ -8,8 +8,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.matmul import matmul_region
+from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name, matmul_region
 from jmpx._base.messages import check_runs_at_once
 from jmpx._base.stateful import (
     Arguments,

@@ -29,8 +29,7 @@ from jmpx._adapters.scopes import (
     pooled,
 )
 from jmpx._base.contexts import AUTOCAST, fact, is_hooked, note_cast, opened, refuse_other_tasks
-from jmpx._base.dtypes import DTypeLike, computable
-from jmpx._base.matmul import matmul_of
+from jmpx._base.dtypes import DTypeLike, computable, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.trees import PyTree, cast_like, cast_tree, is_floating
 from jmpx._policies.frameworks import Adapter, ClassPolicies, Creation, required_package

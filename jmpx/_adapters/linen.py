@@ -13,21 +13,19 @@ from flax import linen as nn
 
 from jmpx._adapters.boundaries import (
     Args,
+    FieldInCall,
     Kwargs,
     Method,
     ParameterCasts,
     at_least,
     cast_result,
-    is_public,
-    run_cast,
-    widest,
-)
-from jmpx._adapters.dtype_fields import (
-    FieldInCall,
     field_in_autocast,
     field_in_call,
     field_set,
+    is_public,
     reading_policy,
+    run_cast,
+    widest,
 )
 from jmpx._adapters.scopes import (
     PolicyScope,

@@ -8,10 +8,9 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jmpx._adapters.dtype_fields import FieldCensus
+from jmpx._adapters.boundaries import FieldCensus
 from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
-from jmpx._base.dtypes import DTypeLike
-from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
+from jmpx._base.dtypes import SUMMED_IN_FLOAT32, DTypeLike, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.trees import PyTree, is_view
 from jmpx._jaxprs.marks import Module

@@ -9,7 +9,7 @@ from jax import lax
 
 from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.value import FLOAT32, Array, Region, Regions, Traits, Used, Value, promoted
-from jmpx._base.matmul import is_algorithm
+from jmpx._base.dtypes import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_floating, operation_name
 from jmpx._jaxprs.equations import place_of

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._base.dtypes import check_computes
-from jmpx._base.matmul import matmul_of
+from jmpx._base.dtypes import check_computes, matmul_of
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.marks import (

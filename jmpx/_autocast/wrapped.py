@@ -16,9 +16,8 @@ from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
-from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype, region_setting
 from jmpx._base.made_once import made_once
-from jmpx._base.matmul import region_setting
 from jmpx._base.messages import check_runs_at_once, user_stacklevel
 from jmpx._base.stateful import (
     Arguments,

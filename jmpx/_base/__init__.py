@@ -2,15 +2,15 @@
 
 Read in this order:
 
-- `dtypes.py`: the names of floating dtypes, and which of them a program can compute in.
+- `dtypes.py`: the names of floating dtypes, which of them a program can compute in, and the
+  algorithm of matrix products.
 - `trees.py`: which leaves of a pytree are arrays, casts of them, whether all are finite, and how
   `jax.export` serializes classes of pytrees.
 - `axes.py`: mapped axes, and which arrays vary along them.
-- `matmul.py`: the algorithm of matrix products, and the context that sets it.
 - `contexts.py`: the contexts that are open in a thread, as parts of the keys of JAX's caches.
 - `stateful.py`: finds NNX objects in pytrees, and runs functions of them as pure functions.
-- `mappings.py`: nested mappings of configuration files, with the path of each value.
-- `messages.py`: describes a wrong value, finds the nearest name and the user's line.
+- `messages.py`: describes a wrong value, finds the nearest name and the user's line, and the place
+  of a value in a string or a nested mapping.
 - `public.py`: imports public names when they are used. `made_once.py`: a cache for all threads.
 
 It imports JAX, NumPy and Python, and no other package of jmpx.

@@ -1,4 +1,4 @@
-"""Words of errors and warnings, and the refusal of generators and coroutines."""
+"""Words of errors and warnings, and the nested mappings whose values they locate."""
 
 import contextlib
 import functools
@@ -7,8 +7,26 @@ import os
 import reprlib
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import Any
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import (
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    runtime_checkable,
+)
 
 import jax
 
@@ -93,3 +111,170 @@ def _error(name: str) -> TypeError:
         f"{name}, whose body runs later, out of jmpx's reach: wrap the functions that it "
         "calls, or return a list of the results."
     )
+
+
+# Values that a user wrote in a string or in a nested mapping, with places for error messages.
+#
+# A place is a position in a string, or a path such as `rules[0].compute` in a mapping, as YAML and
+# JSON files give it.
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+# The words for `save`, in a policy and elsewhere.
+SAVES = ("products", "products+mixed", "products+attention")
+
+
+class Located(NamedTuple, Generic[T_co]):
+    """A value and its path; the path of a value outside of a mapping is empty."""
+
+    value: T_co
+    path: str = ""
+
+    @property
+    def at(self) -> str:
+        """The place in a message: ` at rules[0].compute`, or nothing."""
+        return f" at {self.path}" if self.path else ""
+
+
+class Text(NamedTuple):
+    """A part of a user's string."""
+
+    text: str
+    start: int  # its index in the whole string
+    whole: str  # the whole string as messages quote it: `policy 'c=bf16,o=f32'`
+
+    @property
+    def value(self) -> str:
+        """The part without the white space around it."""
+        return self.text.strip()
+
+    @property
+    def path(self) -> str:
+        """The place: `position 2 of policy 'c=bf16'`. Only messages need it, so it is lazy."""
+        start = self.start + len(self.text) - len(self.text.lstrip())
+        return f"position {start} of {self.whole}"
+
+    @property
+    def at(self) -> str:
+        """The place in a message: ` at position 2 of policy 'c=bf16'`."""
+        return f" at {self.path}"
+
+    def split(self, mark: str) -> Iterator["Text"]:
+        """Yields the parts between marks."""
+        start = self.start
+        for text in self.text.split(mark):
+            yield Text(text, start, self.whole)
+            start += len(text) + len(mark)
+
+    def cut(self, mark: str) -> tuple["Text", "Text"]:
+        """Returns the parts before and after the first mark."""
+        before, _, after = self.text.partition(mark)
+        start = self.start + len(before) + len(mark)
+        return self._replace(text=before), Text(after, start, self.whole)
+
+    def refuse(self, mark: str, remedy: str) -> None:
+        """Refuses a mark that the part must not contain.
+
+        Raises:
+            ValueError: if the part contains it.
+        """
+        if mark in self.text:
+            place = Text(mark, self.start + self.text.index(mark), self.whole)
+            raise ValueError(f"Unexpected {mark!r}{place.at}: {remedy}.")
+
+
+def whole_text(text: str, what: str, at: str = "") -> Text:
+    """Returns a user's whole string, such as a "policy", without the semicolon that may end it."""
+    return Text(text.rstrip().removesuffix(";"), 0, f"{what} {text!r}{at}")
+
+
+Found: TypeAlias = Located[object] | Text
+Entry: TypeAlias = tuple[Located[str] | Text, Found]  # a key, and its value
+
+
+@runtime_checkable
+class MappingLike(Protocol):
+    """What `dict()` takes: `ml_collections.ConfigDict`, for one, is not a `Mapping`."""
+
+    def keys(self) -> Iterable[Any]:
+        """Returns the keys."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+def is_mapping(value: object) -> TypeGuard[MappingLike]:
+    """Whether a value is a mapping, rather than a class of mappings."""
+    return isinstance(value, MappingLike) and not isinstance(value, type)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether a value is a list, a tuple or another sequence, but not text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def child(path: str, key: object) -> str:
+    """Returns the path of the value that a mapping or a list has under a key."""
+    if not (isinstance(key, str) and key.isidentifier()):
+        return f"{path}[{describe(key)}]"
+    return f"{path}.{key}" if path else key
+
+
+def read_entries(mapping: MappingLike, path: str = "") -> list[Entry]:
+    """Returns the keys and the values of a mapping at a path.
+
+    Raises:
+        TypeError: if a key is not a string.
+    """
+    entries: list[Entry] = []
+    for key in mapping.keys():
+        if not isinstance(key, str):
+            raise refuse_value("a string as a key", Located(key, path), "write it in quotes")
+        place = child(path, key)
+        entries.append((Located(key, place), Located(mapping[key], place)))
+    return entries
+
+
+def by_name(
+    entries: Iterable[Entry],
+    names: Mapping[str, str],
+    elsewhere: Mapping[str, str] = {},
+) -> dict[str, Found]:
+    """Returns values by the names that their keys stand for; case and space do not count.
+
+    A ValueError refuses two keys for one name, and keys that are not in `names`. For a key that
+    users write in the wrong place, `elsewhere` has the remedy.
+    """
+    found: dict[str, Found] = {}
+    for key, value in entries:
+        word = key.value.strip().lower()
+        name = names.get(word)
+        if name is None and word in elsewhere:
+            raise ValueError(f"Unexpected key {word!r}{key.at}: {elsewhere[word]}.")
+        if name is None:
+            raise unknown("key", key, ", ".join(map(repr, dict.fromkeys(names.values()))), names)
+        if name in found:
+            raise ValueError(f"Duplicate key {name!r}{key.at}: give each key at most once.")
+        found[name] = value
+    return found
+
+
+def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) -> ValueError:
+    """Returns the error for a word that is not accepted as a `what`, such as "dtype".
+
+    It lists the expected words, and suggests the nearest one of `near`.
+    """
+    word = str(found.value).strip()
+    got = f"Unknown {what} {word!r}" if word else f"Missing {what}"
+    end = did_you_mean(word, near if isinstance(near, dict) else list(near))
+    return ValueError(f"{got}{found.at}: expected one of {expected}{end}")
+
+
+def refuse_value(what: str, found: Found, remedy: str) -> TypeError:
+    """Returns the error for a value of the wrong type, where `what` was expected."""
+    if found.at and found.value is None:
+        remedy += ", or leave it out"
+    elif isinstance(found.value, bool):
+        remedy += "; YAML reads the words on, off, yes and no as booleans, unless they are quoted"
+    return TypeError(f"Expected {what}{found.at}, got {describe(found.value)}: {remedy}.")

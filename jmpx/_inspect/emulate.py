@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.matmul import SUMMED_IN_FLOAT32
+from jmpx._base.dtypes import SUMMED_IN_FLOAT32, DTypeLike, as_dtype, dtype_name
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 
 from jmpx._base.contexts import AUTOCAST, fact_set, traced_with_marks
-from jmpx._base.matmul import as_matmul, matmul_precision
+from jmpx._base.dtypes import as_matmul, matmul_precision
 from jmpx._base.messages import check_runs_at_once, refuse_delayed
 
 # Types of jaxprs. All are Any, because JAX has no public types that all supported versions share:

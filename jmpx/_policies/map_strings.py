@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Iterable
 
 from jmpx._base.dtypes import is_dtype
-from jmpx._base.mappings import (
+from jmpx._base.messages import (
     Entry,
     Found,
     Located,
     Text,
     by_name,
     child,
+    did_you_mean,
     is_list,
     is_mapping,
     read_entries,
@@ -18,7 +19,6 @@ from jmpx._base.mappings import (
     unknown,
     whole_text,
 )
-from jmpx._base.messages import did_you_mean
 from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector
 from jmpx._policies.policy import Policy
 from jmpx._policies.strings import (

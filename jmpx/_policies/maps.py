@@ -11,10 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 
 from jmpx._base.contexts import Context, entered, opened
-from jmpx._base.dtypes import DTypeLike, as_dtype, check_product, dtype_name
-from jmpx._base.mappings import SAVES, Found, Located, refuse_value, unknown
-from jmpx._base.matmul import SUMMED_IN_FLOAT32, as_matmul, matmul_of
-from jmpx._base.messages import did_you_mean
+from jmpx._base.dtypes import (
+    SUMMED_IN_FLOAT32,
+    DTypeLike,
+    as_dtype,
+    as_matmul,
+    check_product,
+    dtype_name,
+    matmul_of,
+)
+from jmpx._base.messages import SAVES, Found, Located, did_you_mean, refuse_value, unknown
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts, written
 
 # The fields that a rule may set.

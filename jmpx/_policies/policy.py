@@ -4,9 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Self, TypeAlias, TypeVar
 
-from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, check_reduces, dtype_name
-from jmpx._base.mappings import MappingLike
-from jmpx._base.matmul import as_matmul
+from jmpx._base.dtypes import (
+    DTypeLike,
+    as_dtype,
+    as_matmul,
+    check_computes,
+    check_reduces,
+    dtype_name,
+)
+from jmpx._base.messages import MappingLike
 from jmpx._base.trees import cast_tree
 
 T = TypeVar("T")

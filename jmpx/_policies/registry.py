@@ -22,8 +22,7 @@ from jmpx._base.contexts import (
     opened,
     set_fact,
 )
-from jmpx._base.dtypes import dtype_name
-from jmpx._base.matmul import matmul_of, matmul_region
+from jmpx._base.dtypes import dtype_name, matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting

@@ -14,12 +14,15 @@ from jmpx._base.dtypes import (
     check_product,
     check_reduces,
     describe_dtypes,
+    describe_matmuls,
     dtype_names,
     is_dtype,
+    matmul_names,
     no_dtype,
     parse_dtype,
+    parse_matmul,
 )
-from jmpx._base.mappings import (
+from jmpx._base.messages import (
     Found,
     Located,
     Text,
@@ -30,7 +33,6 @@ from jmpx._base.mappings import (
     unknown,
     whole_text,
 )
-from jmpx._base.matmul import describe_matmuls, matmul_names, parse_matmul
 from jmpx._policies.maps import HOW, PolicyMap, read_how
 from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
 

@@ -9,8 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jmpx._base.mappings import SAVES
-from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.messages import SAVES, describe, did_you_mean
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Primitive, operation_name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.mappings import (
+from jmpx._base.messages import (
     Entry,
     Found,
     Located,

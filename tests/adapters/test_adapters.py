@@ -17,7 +17,7 @@ import jmpx.flax
 
 # Private: a fifth framework is written against these files, and what two of the four adapters make
 # of `dtype` fields has no other table of all cases.
-from jmpx._adapters import dtype_fields
+from jmpx._adapters import boundaries
 from jmpx._jaxprs.marks import Module, in_module
 from jmpx._policies import frameworks
 from jmpx._policies.frameworks import Adapter
@@ -139,8 +139,8 @@ def test_floating_dtypes_are_fields():
         (np.dtype("float16"), F16),
         *((other, None) for other in (None, jnp.int32, jnp.complex64, jnp.float8_e4m3fn, object())),
     ]:
-        assert dtype_fields.dtype_field(layer(dtype=value)) == expected
-        assert dtype_fields.dtype_field(layer(param_dtype=value)) is None
+        assert boundaries.dtype_field(layer(dtype=value)) == expected
+        assert boundaries.dtype_field(layer(param_dtype=value)) is None
 
 
 @pytest.mark.parametrize(
@@ -158,16 +158,16 @@ def test_floating_dtypes_are_fields():
 )
 def test_the_field_in_a_call(field, rule, around, value, is_ruled):
     ruled = None if rule is None else jmpx.get_policy(rule).compute_dtype
-    around = None if around is None else dtype_fields.Selected(*around)
-    found = dtype_fields.field_in_call(layer(dtype=field), ruled, around)
+    around = None if around is None else boundaries.Selected(*around)
+    found = boundaries.field_in_call(layer(dtype=field), ruled, around)
     assert (found.value, found.is_ruled) == (value, is_ruled)
 
 
 def test_the_field_is_the_dtype_in_which_a_layer_reads():
     policy = jmpx.get_policy("c=bf16,o=f32")
-    assert dtype_fields.reading_policy(policy, None) is policy
-    assert dtype_fields.reading_policy(policy, BF16) is policy
-    assert dtype_fields.reading_policy(policy, F32) == jmpx.get_policy("c=f32,o=f32")
+    assert boundaries.reading_policy(policy, None) is policy
+    assert boundaries.reading_policy(policy, BF16) is policy
+    assert boundaries.reading_policy(policy, F32) == jmpx.get_policy("c=f32,o=f32")
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_the_field_is_the_dtype_in_which_a_layer_reads():
 )
 def test_nothing_is_said_of_fields_that_keep_half_of_the_parameters_or_less(layers):
     """tests/messages has what is said of those that keep most."""
-    counted = dtype_fields.FieldCensus()
+    counted = boundaries.FieldCensus()
     for path, size, field in layers:  # a class, a path, a size and a field
         module = Module(type(path.upper(), (), {}), path)
-        found = dtype_fields.field_in_call(layer(dtype=field), None, None)
+        found = boundaries.field_in_call(layer(dtype=field), None, None)
         counted.note_layer(module, found)
         counted.note_parameter(module, "kernel", np.ones(size, np.float32))
     counted.warn(jmpx.get_policy_map("c=bf16,o=f32"), "policies", stacklevel=1)

@@ -8,8 +8,13 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from jmpx._adapters.boundaries import is_optimizer_state, marking_proxy_class, plain_class, widest
-from jmpx._adapters.dtype_fields import dtype_field
+from jmpx._adapters.boundaries import (
+    dtype_field,
+    is_optimizer_state,
+    marking_proxy_class,
+    plain_class,
+    widest,
+)
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
 from jmpx._base.dtypes import dtype_name

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from jmpx._adapters.boundaries import (
     Method,
+    Selected,
     check_view,
+    field_in_call,
     plain_class,
     proxy_class,
     public_methods,
     run_cast,
 )
-from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.scopes import PolicyScope, for_modules, inherited_policy
 from jmpx._base.contexts import note_cast

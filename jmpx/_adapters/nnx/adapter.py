@@ -11,12 +11,12 @@ import jax
 from flax import nnx
 
 from jmpx._adapters.boundaries import (
+    dtype_field,
     is_optimizer_state,
     marking_proxy_class,
     plain_class,
     proxy_class,
 )
-from jmpx._adapters.dtype_fields import dtype_field
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.nnx.views import NnxScope, refuse_setting
 from jmpx._base.made_once import made_once

@@ -12,14 +12,17 @@ from flax import nnx
 
 from jmpx._adapters.boundaries import (
     Method,
+    Selected,
     are_same,
     check_view,
+    field_in_call,
     plain_class,
     proxy_class,
     public_methods,
+    reading_policy,
     run_cast,
+    spelled_as,
 )
-from jmpx._adapters.dtype_fields import Selected, field_in_call, reading_policy, spelled_as
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.scopes import PolicyScope, for_modules, inherited_policy
 from jmpx._base.contexts import note_cast
