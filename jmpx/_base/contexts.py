@@ -6,7 +6,9 @@ still open determine what is active.
 
 A generator may also be closed or collected in another thread, which cannot change the state of the
 thread that entered the context. That is an error, and the thread that entered ends the context
-itself before it runs a module again.
+itself before it runs a module again (`late`, `epochs`, `catch_up`). The error alone is not enough:
+Python only prints the errors of a generator that is collected, and modules would go on in silence
+under a policy whose context is over, in programs that JAX's caches keep.
 """
 
 import collections

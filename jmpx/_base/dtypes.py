@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -300,7 +300,7 @@ def matmul_precision(matmul: str | None) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _region(held: _Held | None, setting: str) -> Iterator[None]:
+def _region(held: _Held | None, setting: str) -> Generator[None, None, None]:
     """Holds an algorithm while the context lasts, and sets JAX's default."""
     before = _thread.held, _thread.setting
     _thread.held, _thread.setting = held, setting
