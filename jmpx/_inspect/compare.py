@@ -1,16 +1,16 @@
 """`jmpx.inspect.compare(reference, candidate)(*args)`: how far two functions of one model differ.
 
-Each function runs twice, in float32 and as it is written. Outputs of scopes with one path are the
-same numbers if they agree in float32, where equal numbers differ by 1e-6, or by some 1e-3 if a
-constant was traced in 16 bits, and others by their own size. Agreement also tells which axis is
-which: a sampler has tokens one by one, a full pass on an axis, and axes may have equal lengths.
+Each function runs twice, in float32 and as it is written. Outputs of scopes with one path are a
+pair if they agree in float32. There equal numbers differ by 1e-6, or by some 1e-3 if a constant was
+traced in 16 bits, and different numbers by their own size. Agreement also decides the order of the
+axes: a sampler has tokens one by one, a full pass has an axis, and axes may have equal lengths.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,18 @@ from jmpx._inspect.emulate import LOW_DTYPES, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import check_arrays, key_of, relative_error, run_widened, widened
+from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
 from jmpx._inspect.text import columns, count_text, error_text, short_names
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
 
 _RESULT = "result"  # the scope of the results of the function
-_FEW = 8  # outputs without a pair that are shown
+_FEW = 8  # how many outputs without a pair are shown
 _SUMS_TO_ONE = 1e-3
 _AGREES = 0.02  # the largest relative error of equal numbers in float32
-_MOST_AXES = 6  # of which all orders are tried
-_LARGE, _LOWEST = 1e9, -65504.0  # numbers that masks put into arrays: large ones, float16's lowest
+_MOST_AXES = 6  # with more axes, not all orders are tried
+_LARGE, _LOWEST = 1e9, -65504.0  # masks fill arrays with larger numbers, or with float16's lowest
 _Numbers = dict[SiteKey, list[Array]]  # the kept results of sites
 
 
@@ -51,7 +51,7 @@ class Compared(NamedTuple):
     dtypes: tuple[str, str]  # of the reference and of the candidate
     size: int
     error: float
-    in_float32: float  # the error of both in float32: of its rounding, and of constants in 16 bits
+    in_float32: float  # the error in float32: its rounding, and constants that have 16 bits
     place: Place | None  # the line of the candidate
 
     @property
@@ -95,7 +95,7 @@ class Comparison(Report):
             reference, and their results, as the scope `result`.
         unpaired: outputs that agree in float32 with none of the other function, those of the
             reference first: such as scores before a mask, or values that only one computes.
-        log_probabilities: those among the results, which are at most 0; None without any.
+        log_probabilities: the first results that are at most 0; None without any.
     """
 
     __module__ = "jmpx.inspect"
@@ -173,22 +173,18 @@ class Comparison(Report):
 
 
 class Output(NamedTuple):
-    """An array that leaves a scope. In a loop, axes of iterations come before the others."""
+    """An array that leaves a scope. In loops, the axes of iterations precede the others."""
 
     scope: str  # the path of a module, and the named scopes in it
     is_backward: bool  # whether a backward pass computes it
     place: Place | None  # the line that computes it
-    dtype: str  # in which the program computes it
+    dtype: str  # the dtype in which the program computes it
     wide: np.ndarray  # computed in float32
     written: np.ndarray  # computed as written, then cast to float32
 
 
-class _Kept(NamedTuple):
-    """A result of a node that leaves scopes."""
-
-    node: Node
-    index: int
-    scopes: tuple[str, ...]
+# A node, the number of a result, and the scopes that the result leaves.
+_Kept: TypeAlias = tuple[Node, int, tuple[str, ...]]
 
 
 def _outputs_of(program: Program) -> list[Output]:
@@ -201,12 +197,12 @@ def _outputs_of(program: Program) -> list[Output]:
     written = _run(program.jaxpr, kept, rounded, rounding.equation, lambda array: array)
     found = list[Output]()
     for (node, index, scopes), *both in zip(kept, wide[0], written[0], strict=True):
-        data = (node.is_backward, graph.place(node), node.results[index].dtype.name)
+        data = (node.is_backward, node.place, node.results[index].dtype.name)
         numbers = [*map(_in_float32, both)]
         found += [Output(scope, *data, *numbers) for scope in scopes]
     for value, *both in zip(graph.outputs, wide[1], written[1], strict=True):
         if is_floating_dtype(value.dtype):
-            place = None if value.node is None else graph.place(value.node)
+            place = None if value.node is None else value.node.place
             data = (_RESULT, False, place, value.dtype.name)
             found.append(Output(*data, *map(_in_float32, both)))
     return found
@@ -214,23 +210,23 @@ def _outputs_of(program: Program) -> list[Output]:
 
 def _leaving(graph: Graph) -> Iterator[_Kept]:
     """Yields the floating results of nodes that are read, or returned, outside of their scopes."""
-    paths = {graph.path(node) for node in graph.nodes}  # others are of containers, as a list
+    paths = {node.path for node in graph.nodes}  # outer paths may be of containers, such as lists
     for node in graph.nodes:
         if node.is_structure or node.in_while:
             continue
-        around = [path for path in _around(graph.path(node)) if path in paths]
+        around = [path for path in _around(node.path) if path in paths]
         for index, value in enumerate(node.results):
             if not around or not is_floating_dtype(value.dtype):
                 continue
-            readers = [_around(graph.path(reader)) for reader in value.readers]
+            readers = [_around(reader.path) for reader in value.readers]
             readers += [[]] if value.is_output else []
             scopes = tuple(s for s in around if any(s not in each for each in readers))
             if scopes:
-                yield _Kept(node, index, scopes)
+                yield node, index, scopes
 
 
 def _around(path: str) -> list[str]:
-    """Returns a path and those around it, the innermost first."""
+    """Returns a path and the paths around it, the innermost first."""
     parts = path.split("/") if path else []
     return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
@@ -238,7 +234,7 @@ def _around(path: str) -> list[str]:
 def _run(
     jaxpr: Jaxpr, kept: list[_Kept], arrays: list[Array], run: Run, constant: Constant
 ) -> tuple[list[Array], list[Array]]:
-    """Runs a program, and returns the arrays to be kept, and its results."""
+    """Runs a program, and returns the arrays to keep, and its results."""
     indices: dict[SiteKey, list[int]] = {}
     for node, index, _ in kept:
         indices.setdefault(key_of(node), []).append(index)
@@ -257,7 +253,7 @@ def _run(
         for node, index, _ in kept:
             value = node.results[index]
             dtype = np.float32 if run is run_widened and value.dtype.itemsize < 4 else value.dtype
-            empty[key_of(node)].append(jnp.zeros((*_lengths(node.around), *value.shape), dtype))
+            empty[key_of(node)].append(jnp.zeros((*_lengths(node), *value.shape), dtype))
         return evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant, by_site=True)
 
     results, numbers = run_all(arrays)
@@ -265,13 +261,10 @@ def _run(
     return [next(taken[key_of(node)]) for node, _, _ in kept], results
 
 
-def _lengths(around: Node | None) -> tuple[int, ...]:
-    """Returns the lengths of the scans around a node and of its own, the outermost first."""
-    if around is None:
-        return ()
-    is_scan = around.eqn.primitive.name == "scan"
-    own = (around.eqn.params["length"],) if is_scan else ()
-    return (*_lengths(around.around), *own)
+def _lengths(node: Node) -> list[int]:
+    """Returns the lengths of the scans around a node, the outermost first."""
+    loops = [each.eqn for each in node.outwards if each.eqn.primitive.name == "scan"]
+    return [eqn.params["length"] for eqn in reversed(loops)]
 
 
 def _in_float32(array: Array) -> np.ndarray:
@@ -292,16 +285,14 @@ class Pair(NamedTuple):
 def _paired(
     reference: Sequence[Output], candidate: Sequence[Output]
 ) -> tuple[list[Pair], list[Output], list[Output]]:
-    """Returns the pairs, in the order of the reference, and the outputs of both without one.
+    """Returns the pairs, in the order of the reference, and the outputs of both without a pair.
 
-    Outputs of a loop of Python, which calls a module again and again, are stacked.
+    The outputs of a module that a Python loop calls again and again are stacked.
     """
     left, others = dict(enumerate(reference)), dict(enumerate(candidate))
     found: dict[int, Pair] = {}
     for stacks in ((False, False), (False, True), (True, False)):
-        mine, theirs = (
-            _parts(each, stack) for each, stack in zip((left, others), stacks, strict=True)
-        )
+        mine, theirs = map(_parts, (left, others), stacks)
         for indices, one in mine:
             fitting = (each for each in theirs if one[:2] == each[1][:2] and each[0][0] in others)
             pairs = [(taken, _pair(one, other)) for taken, other in fitting]
@@ -314,7 +305,7 @@ def _paired(
 
 
 def _parts(outputs: dict[int, Output], is_stacked: bool) -> list[tuple[tuple[int, ...], Output]]:
-    """Returns outputs with their positions: one by one, or those that are alike stacked."""
+    """Returns outputs with their positions: one by one, or alike ones stacked."""
     if not is_stacked:
         return [((index,), each) for index, each in outputs.items()]
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -350,7 +341,7 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
 
 
 def _error(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Returns the relative error of the candidate; fills of masks do not count."""
+    """Returns the relative error of the candidate; numbers that both masks fill in do not count."""
     counts = ~(_is_fill(reference) & _is_fill(candidate))
     with np.errstate(invalid="ignore"):
         return relative_error(*([np.where(counts, x, 0)] for x in (candidate, reference)))
@@ -416,14 +407,11 @@ def compare(
         )
 
     def call(*args: PyTree, **kwargs: PyTree) -> Comparison:
-        programs = [
-            traced_program(fn, args, kwargs, with_gradient=False) for fn in (reference, candidate)
-        ]
-        for program in programs:
-            check_arrays(program, "jmpx.inspect.compare")
-        name, other = (program.name for program in programs)
+        both = reference, candidate
+        programs = [traced_program(fn, args, kwargs, with_gradient=False) for fn in both]
+        name, other = (with_arrays(each, "jmpx.inspect.compare").name for each in programs)
         outputs = [*map(_outputs_of, programs)]
-        # The log-probability of a choice that is impossible is -inf.
+        # Results may be -inf, as the log-probability of an impossible choice is.
         results = (each.wide for each in outputs[0] if each.scope == _RESULT)
         if not all((array < np.inf).all() for array in results):
             raise ValueError(
@@ -456,7 +444,7 @@ def _compared(pair: Pair) -> Compared:
 
 
 def _unpaired(outputs: Sequence[Output], of: str) -> list[Unpaired]:
-    """Returns outputs without a pair; one that leaves several scopes is of the innermost."""
+    """Returns outputs without a pair; if one leaves several scopes, that of the innermost."""
     first: dict[int, Output] = {}
     for each in outputs:
         first.setdefault(id(each.wide), each)

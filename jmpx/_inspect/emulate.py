@@ -1,9 +1,9 @@
 """`emulate`: a function whose 16-bit results are rounded where the program writes them.
 
-Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result
-is cast back, and rounds neither between the operations of a fusion, nor a product that is read by
-one. Here each equation runs as it was traced, and its 16-bit results are rounded in float32, which
-no compiler leaves out.
+Compilers may keep more digits than a program says: XLA removes a cast to bfloat16 whose result is
+cast back, and rounds neither inside of a fusion, nor a product that a fusion reads. Here each
+equation runs as it was traced, and its 16-bit results are rounded in float32, which no compiler
+removes.
 """
 
 import functools
@@ -29,17 +29,17 @@ LOW_DTYPES = ("bfloat16", "float16")
 # The dtypes to which dot algorithms round operands of float32.
 OPERAND_DTYPES = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
 _TF32 = "TF32_TF32_F32"  # multiplies with ten bits of mantissa and the exponents of float32
-# The results of these are 16-bit numbers if the operands are.
+# The results of these are 16-bit numbers if their operands are.
 _EXACT = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS
 _EXACT |= set("select_n neg abs sign max min clamp floor ceil round sort".split())
 _EXACT |= {"reduce_max", "reduce_min"}
 
 
 def rounded(array: Array) -> Array:
-    """Returns an array of one of the formats, rounded for certain.
+    """Rounds a 16-bit array that a compiler may have kept with more digits.
 
-    `lax.reduce_precision` of a 16-bit array changes nothing, so that compilers may leave it out:
-    it rounds the array in float32.
+    `lax.reduce_precision` of a 16-bit array is no operation, so compilers may remove it. Of a
+    float32 array they may not.
     """
     wide = lax.convert_element_type(array, np.float32)
     return lax.convert_element_type(rounded_to(wide, array.dtype), array.dtype)
@@ -70,7 +70,7 @@ class Rounding:
         self.dtypes = tuple(map(np.dtype, formats))
 
     def run(self, fn: Callable[..., PyTree], args: PyTree) -> PyTree:
-        """Runs a function; the derivative is the function's own, run in the same way."""
+        """Runs a function; its derivative is that of the original function, run in the same way."""
         traced = core.trace(fn, args, {})
         jaxpr, consts = traced.jaxpr, core.consts_of(traced.jaxpr)
         indices = [i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)]
@@ -88,8 +88,8 @@ class Rounding:
         def call(*arrays: Array) -> list[Array]:
             return self.evaluate(jaxpr, given(arrays), arrays[count:])
 
-        # The program is differentiated first and rounded then, which keeps the rules of custom
-        # functions. Higher derivatives differentiate the two functions likewise.
+        # The program is differentiated before it is rounded, which keeps the rules of custom
+        # functions. For higher derivatives, the two functions here are differentiated so, too.
         call.defvjp(
             lambda *arrays: self.run(functools.partial(jax.vjp, as_traced), arrays),
             lambda *given: self.run(lambda pullback, cotangents: pullback(cotangents), given),
@@ -123,7 +123,7 @@ class Rounding:
         algorithm = algorithm_of(eqn)
         to = OPERAND_DTYPES.get(algorithm)
         if algorithm == _TF32 or to in self.dtypes:
-            # Products of float32 run on all chips, those of an algorithm do not.
+            # Products of float32 run on all chips; those with an algorithm do not.
             operands = [_operand(array, to) for array in operands]
             results = core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
         else:
@@ -137,7 +137,7 @@ def algorithm_of(eqn: Equation) -> str:
 
 
 def is_exact(eqn: Equation) -> bool:
-    """Whether the results of an equation of 16-bit operands are 16-bit numbers by themselves."""
+    """Whether an equation of 16-bit operands gives 16-bit numbers without rounding."""
     return operation_name(eqn.primitive.name) in _EXACT
 
 
@@ -193,9 +193,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = LOW_DTYPES) -> _Func
     def transform(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
     ) -> tuple[PyTree, Changes]:
-        def run(state: list[Leaf], args: Arguments, kwargs: Keywords) -> tuple[PyTree, Changes]:
-            return pure(state, *args, **kwargs)
-
+        run = lambda state, args, kwargs: pure(state, *args, **kwargs)  # noqa: E731
         return rounding.run(run, (state, args, kwargs))
 
     @functools.wraps(func, updated=())

@@ -1,18 +1,105 @@
-"""A jaxpr as a flat graph: inner jaxprs are inlined, and loops are tied together by nodes."""
+"""A jaxpr as a flat graph, with the module, the scope and the line of each node.
+
+Inner jaxprs are inlined, and structural nodes tie loops and branches to the program around them.
+"""
 
 import dataclasses
+import functools
 import math
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.programs import Program
-from jmpx._inspect.where import modules_of, selector, where
 from jmpx._jaxprs.core import is_literal, operation_name, scope_within
-from jmpx._jaxprs.equations import Place, place_of
+from jmpx._jaxprs.equations import FLOPS, Place, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import Array, Atom, Aval, Equation, Jaxpr, Module, NameStack, split_policy
+from jmpx._jaxprs.marks import (
+    FULL_PRECISION,
+    RESTORE,
+    ROUNDED,
+    Array,
+    Atom,
+    Aval,
+    Equation,
+    Jaxpr,
+    Module,
+    NameStack,
+    is_own_name,
+    module_of,
+    split_policy,
+    without_marks,
+)
+from jmpx._policies.maps import Rule
+
+# --- Scopes: the module of an operation, and the rule that selects it ---
+
+_OWN = (FULL_PRECISION, RESTORE, ROUNDED)
+# Names that JAX itself adds to name stacks: subscripts of an einsum, and parts of a checkpoint.
+_OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
+_NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
+
+
+class Where(NamedTuple):
+    """The parts of a scope that mean something to a user."""
+
+    path: str  # of the innermost module, and the named scopes inside of it
+    module: Module | None  # the innermost one; None outside of modules
+    names: str  # the named scopes inside of the module, joined by slashes
+    is_full: bool  # in `jmpx.full_precision`, or where autocast computes in float32 by a rule
+
+
+@functools.lru_cache(maxsize=4096)
+def where(scope: str) -> Where:
+    """Returns the parts of a scope whose modules have marks: see `core.scope_of`."""
+    scope, _ = split_policy(scope)
+    parts = scope.split("/") if scope else []
+    module, start = None, 0
+    for index, part in enumerate(parts):
+        found = module_of(part)
+        if found is not None:
+            module, start = found, index + 1
+    names = [part for part in parts[start:] if part not in _OWN and not _OF_JAX.fullmatch(part)]
+    while module is not None and names and is_own_name(module, names[0]):
+        del names[0]
+    outer = "" if module is None else module.path or module.cls.__name__
+    inner = without_marks("/".join(names))
+    return Where("/".join(filter(None, (outer, inner))), module, inner, FULL_PRECISION in parts)
+
+
+def modules_of(scope: str) -> frozenset[Module]:
+    """Returns the modules around an operation of a scope."""
+    return frozenset(filter(None, map(module_of, scope.split("/"))))
+
+
+@functools.lru_cache(maxsize=4096)
+def selector(scope: str) -> str | None:
+    """Returns a selector of policy map rules that matches a scope; None if none does.
+
+    A module is selected by its path, else by its class. Outside of modules it is the named scope,
+    which only rules of `jmpx.autocast` match.
+    """
+    path, module, names, _ = where(scope)
+    text = names if module is None else module.path
+    tried = [text] if "/" in text else []
+    tried += [f"*/{text}"] if text else []
+    tried += [] if module is None else [module.cls.__name__]
+    for each in tried:
+        rule = Rule(each)
+        matches = rule.matches_scope(path) if module is None else rule.matches(*module)
+        if matches and not _NOT_IN_SELECTORS.search(each):
+            return each
+    return None
+
+
+# --- Nodes and values ---
+
+LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
+WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
@@ -22,8 +109,8 @@ class Value:
     aval: Aval
     kind: str  # `input`, `const` (an array that the function closes over), `literal` or `computed`
     constant: Array | None = None  # the numbers of a constant or a literal
-    index: int = -1  # of an input: its number
-    node: "Node | None" = None  # the one that computes it
+    index: int = -1  # the number of an input
+    node: "Node | None" = None  # the node that computes it
     readers: "list[Node]" = dataclasses.field(default_factory=list)  # in the program's order
     is_output: bool = False
     dtype: np.dtype = dataclasses.field(init=False)  # bool for a token, which has no dtype
@@ -43,6 +130,16 @@ class Value:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def is_low(self) -> bool:
+        """Whether it is a floating array of 16 bits."""
+        return self.dtype in LOW
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is a floating array of 32 or 64 bits."""
+        return self.dtype in WIDE
+
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
@@ -50,8 +147,8 @@ class Node:
 
     The structural nodes:
 
-    - `carry` joins the initial value of a loop's carry and the one that the body returns.
-    - `slice` takes one trip's part of an array, and `stack` puts the results of all trips together.
+    - `carry` joins the initial value of a loop's carry and the value that the body returns.
+    - `slice` takes the part of an array for one trip, and `stack` joins the results of all trips.
     - `result` is the carry after the last trip.
     - `join` is the result of the branch that runs.
     - `shard` takes one device's part of an array, and `unshard` puts the parts together.
@@ -70,13 +167,51 @@ class Node:
 
     @property
     def is_carry(self) -> bool:
-        """Whether it joins the initial value of a loop and the one that the body returns."""
+        """Whether it is a structural node `carry`."""
         return self.is_structure and self.name == "carry"
 
     @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product or a convolution."""
+        return self.name in FLOPS
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all its runs; 0 unless it is a product.
+
+        A while loop counts as one trip, and a `shard_map` counts on one device.
+        """
+        return self.times * FLOPS[self.name](self.eqn) if self.is_product else 0
+
+    @property
     def first_operands(self) -> list[Value]:
-        """Its operands, of a carry the initial value alone: the other one is computed later."""
+        """Its operands; for a carry, only the initial value, as the other is computed later."""
         return self.operands[:1] if self.is_carry else self.operands
+
+    @property
+    def module(self) -> Module | None:
+        """The innermost module around it; None outside of modules."""
+        return where(self.scope).module
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost module, and the named scopes inside of it."""
+        return where(self.scope).path
+
+    @property
+    def selector(self) -> str | None:
+        """A selector of policy map rules for the innermost module or scope."""
+        return selector(self.scope)
+
+    @property
+    def place(self) -> Place | None:
+        """The line of the user's code that it is from, else that of a call that holds it."""
+        for each in self.outwards:
+            called = each.around.eqn.params.get("name", "") if each.around else ""
+            place = place_of(each.eqn, called if isinstance(called, str) else "")
+            if place is not None:
+                return place
+        return None
 
     @property
     def outwards(self) -> "Iterator[Node]":
@@ -90,9 +225,9 @@ class Node:
 class Graph:
     """A program as nodes and values, with the values of its arguments and of its results.
 
-    The nodes are in the order of the program: a `carry` stands before the body that reads it, and
-    all others behind the nodes that they read. A `lax.platform_dependent` has only the branch of
-    the platform in the graph, which is this machine's for None.
+    The nodes are in the order of the program: a `carry` precedes the body that reads it, and all
+    others follow the nodes that they read. Of a `lax.platform_dependent`, the graph holds only the
+    branch for the platform; None is the platform of this machine.
     """
 
     def __init__(self, program: Program, platform: str | None = None) -> None:
@@ -110,16 +245,14 @@ class Graph:
         through: Callable[[Node], Iterable[Value]],
         limit: int | None = None,
     ) -> Iterator[Node]:
-        """Yields the nodes behind values, each once, the nearest first.
+        """Yields the nodes that values are computed from, each once, the nearest first.
 
         Args:
             values: the values to start from.
-            through: returns the operands of a node to go on with, or none to stop there.
-            limit: the walk ends as soon as it knows so many nodes, those not yet yielded included.
+            through: returns the operands of a node to follow, or none to stop there.
+            limit: the walk ends as soon as it knows this many nodes, yielded or not.
         """
-        return _nearest(
-            values, lambda value: () if value.node is None else (value.node,), through, limit
-        )
+        return _nearest(values, lambda value: filter(None, [value.node]), through, limit)
 
     @staticmethod
     def forward(
@@ -129,55 +262,47 @@ class Graph:
 
         Args:
             values: the values to start from.
-            through: returns the results of a node to go on with, or none to stop there.
+            through: returns the results of a node to follow, or none to stop there.
         """
         return _nearest(values, lambda value: value.readers, through, None)
 
-    def path(self, node: Node) -> str:
-        """Returns the path of the innermost module of a node and the named scopes inside of it."""
-        return where(node.scope).path
-
-    def selector(self, node: Node) -> str | None:
-        """Returns a selector of policy map rules for the innermost module or scope of a node."""
-        return selector(node.scope)
-
+    @functools.cached_property
     def outermost(self) -> frozenset[Module]:
-        """Returns the modules that hold all others: a rule for one would be for the whole model.
+        """The modules that hold all others: a rule for one would select the whole model.
 
-        If the program has one layer alone, there are none.
+        A program of a single layer has none.
         """
         scopes = [modules_of(scope) for scope in {node.scope for node in self.nodes}]
         around = [modules for modules in scopes if modules]
         outermost = frozenset.intersection(*around) if around else frozenset()
         return outermost if frozenset().union(*around) > outermost else frozenset()
 
-    def place(self, node: Node) -> Place | None:
-        """Returns the line of the user's code that a node is from, else of a call that holds it."""
-        for each in node.outwards:
-            called = each.around.eqn.params.get("name", "") if each.around else ""
-            place = place_of(each.eqn, called if isinstance(called, str) else "")
-            if place is not None:
-                return place
-        return None
+    def selects_all(self, rule: Rule) -> bool:
+        """Whether a rule selects an outermost module, and so the whole model."""
+        return any(rule.matches(*module) for module in self.outermost)
 
     def policy(self, node: Node) -> str:
-        """Returns the policy under which a node or its module ran; empty if none was in force."""
-        _, policy = split_policy(node.scope)
-        if policy:
-            return policy
-        module = where(node.scope).module
-        return "" if module is None else self.program.policies.get(module.path, "")
+        """Returns the policy under which a node or its module ran; empty if there was none."""
+        policy, module = split_policy(node.scope)[1], node.module
+        return policy or ("" if module is None else self.program.policies.get(module.path, ""))
+
+
+def before(value: Value, names: Collection[str]) -> Value:
+    """Returns the value before nodes of some names, following their first operands."""
+    while value.node is not None and value.node.name in names:
+        value = value.node.operands[0]
+    return value
 
 
 def _nearest(
     values: Iterable[Value],
-    neighbours: Callable[[Value], Sequence[Node]],
+    neighbors: Callable[[Value], Iterable[Node]],
     through: Callable[[Node], Iterable[Value]],
     limit: int | None,
 ) -> Iterator[Node]:
     waiting, seen = deque[Node](), set[Node]()
     while True:
-        new = dict.fromkeys(node for value in values for node in neighbours(value))
+        new = dict.fromkeys(node for value in values for node in neighbors(value))
         waiting += (node for node in new if node not in seen)
         seen.update(new)
         if not waiting or (limit is not None and len(seen) >= limit):
@@ -195,7 +320,7 @@ class _Builder:
         self.stacks: dict[tuple[str, int], tuple[NameStack, str, bool]] = {}
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value], around: Node | None) -> list[Value]:
-        """Adds the equations of a jaxpr that the node around holds, and returns its results."""
+        """Adds the equations of a jaxpr that the node `around` holds, and returns its results."""
 
         def step(eqn: Equation, operands: list[Value]) -> Sequence[Value]:
             return self.equation(self.node(eqn, around), operands)
@@ -210,7 +335,7 @@ class _Builder:
     def node(self, eqn: Equation, around: Node | None) -> Node:
         stack, outer = eqn.source_info.name_stack, "" if around is None else around.scope
         key = outer, id(stack)
-        if key not in self.stacks:  # Equations share stacks, and to spell one takes time.
+        if key not in self.stacks:  # Equations share stacks, and spelling one takes time.
             self.stacks[key] = stack, scope_within(outer, eqn), "transpose(" in str(stack)
         _, scope, is_backward = self.stacks[key]
         node = Node(operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
@@ -242,11 +367,9 @@ class _Builder:
         return [self.tie("join", node, list(values), aval) for values, aval in columns]
 
     def loop(self, node: Node, inner: Inner, outs: Sequence[Aval]) -> list[Value]:
-        # Nodes inside run once per trip, the node of the loop as often as its surroundings.
-        inside = dataclasses.replace(
-            node, times=node.times * (1 if inner.trips is None else inner.trips)
-        )
-        inside.in_while |= inner.trips is None
+        # Nodes inside run once per trip; the node of the loop runs as often as those around it.
+        inside = dataclasses.replace(node, in_while=node.in_while or inner.trips is None)
+        inside.times *= 1 if inner.trips is None else inner.trips
         consts, first, arrays = inner.split(node.operands)
         (body,), end = inner.jaxprs, inner.consts + inner.carry
         avals = [var.aval for var in body.invars]

@@ -1,7 +1,7 @@
-"""The program that reports look at: a train step, as a jaxpr.
+"""Traces the program that a report inspects: a train step, as a jaxpr.
 
-A loss is differentiated in its first argument; a step computes its gradients itself. The result and
-the equations tell which it is: a loss returns a floating scalar, and holds no backward pass.
+A loss is differentiated in its first argument; a step computes its own gradients. A function is a
+loss if it returns a floating scalar and its equations hold no backward pass.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, PyTree]
     marks_objects: bool = True  # whether modules in the arguments mark their calls
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
-    with_state: bool = False  # whether the state of NNX objects is an input, and a result
+    with_state: bool = False  # whether the state of NNX objects is an input and a result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,21 +41,26 @@ class Program:
     """The program that JAX makes of a function."""
 
     name: str
-    jaxpr: Jaxpr  # a closed one, in whose scopes modules have marks
+    jaxpr: Jaxpr  # a closed jaxpr; its scopes have marks of modules
     arrays: Sequence[Array]  # the inputs of the jaxpr, among the arguments, or their shapes
-    names: Sequence[str]  # of these inputs, such as `params['w']`
+    names: Sequence[str]  # the names of these inputs, such as `params['w']`
     is_differentiated: bool  # whether it is a loss, with the gradient in its first argument
     has_backward: bool  # whether it holds a backward pass
-    policies: dict[str, str]  # of the modules that an adapter ran, by the modules' paths
-    chosen: frozenset[str]  # the paths of modules whose policy is that of a rule or their class
-    takers: frozenset[str]  # the public functions whose policy maps take further rules
+    policies: dict[str, str]  # the policies of modules that an adapter ran, by their paths
+    chosen: frozenset[str]  # the paths of modules whose policy a rule or their class gives
+    mapped_by: frozenset[str]  # the public functions that took a policy map: rules can be added
     call: _Call  # the function, and how it was traced
     gradients: int = 0  # how many of the last results are gradients of a loss
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether `jmpx.autocast` took a policy map."""
+        return "jmpx.autocast" in self.mapped_by
 
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
 
-        Errors of the function with these rules pass through, such as JAX's TypeError for a loop
+        Errors of the function under these rules pass through, such as JAX's TypeError for a loop
         whose carry changes its dtype.
         """
         with warnings.catch_warnings():
@@ -71,8 +76,11 @@ def traced_program(
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is traced as it is. A TypeError refuses an object that is not callable, or
-    compiled, a ValueError a loss without a floating array in its first argument.
+    Any other function is traced as it is.
+
+    Raises:
+        TypeError: if `fn` is not callable, or is compiled.
+        ValueError: if `fn` is a loss without a floating array in its first argument.
     """
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
@@ -84,19 +92,19 @@ def traced_program(
     try:
         return _traced_program(call, is_loss)
     except (TypeError, ValueError):
-        # A module in an argument that marks its calls is of another class, so that the function
-        # cannot join it with a part of the module that it closes over, as by `eqx.combine`.
+        # A module that marks its calls is of another class. So the function cannot join it with a
+        # part of the module that it closes over, as `eqx.combine` would.
         pass
     return _traced_program(call._replace(marks_objects=False), is_loss)
 
 
 def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Program:
-    """Traces a step as it is: NNX states are its first inputs, new ones its last results."""
+    """Traces a step as it is; its first inputs and last results are the states of NNX objects."""
     return _traced_program(_Call(step, args, {}, marks_objects=False, with_state=True), False)
 
 
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
-    """Traces a function, with its gradient if it is a loss; None finds out whether it is."""
+    """Traces a function, with its gradient if it is a loss; with None it finds out."""
 
     def marked(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return call_marked(None, lambda cls, path: call.marks_objects, fn, args, kwargs)
@@ -104,7 +112,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     arguments = (call.fn, *call.args), call.kwargs
     with (
         listening() as sessions,
-        trial_rules(call.rules) as takers,
+        trial_rules(call.rules) as mapped_by,
         split(marked, *arguments) as (pure, state, args, kwargs),
     ):
 
@@ -128,7 +136,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         has_backward=is_loss or any_holds(traced.jaxpr, is_backward),
         policies={each.module.path: _policy_of(each) for _, each in met},
         chosen=frozenset(chosen),
-        takers=frozenset(takers),
+        mapped_by=frozenset(mapped_by),
         call=call,
         gradients=len(_differentiated(args[1])) if is_loss else 0,
     )
@@ -139,7 +147,7 @@ def _traced(
 ) -> tuple[core.Traced, bool]:
     """Traces a function, with its gradient if it is a loss; returns whether it is one."""
     if not is_loss:
-        traced = trace_shapes(run, args, kwargs)
+        traced = core.trace(run, args, kwargs, _is_array)
         is_step = is_loss is False or any_holds(traced.jaxpr, is_backward)
         if is_step or not _returns_loss(traced):
             return traced, False
@@ -151,11 +159,6 @@ def _traced(
 
 def _is_array(leaf: object) -> bool:
     return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def trace_shapes(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> core.Traced:
-    """Traces a function whose arguments may be `jax.ShapeDtypeStruct`s."""
-    return core.trace(fn, args, kwargs, _is_array)
 
 
 def _returns_loss(traced: core.Traced) -> bool:
@@ -191,7 +194,7 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
 
         return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
 
-    return trace_shapes(gradient, args, kwargs)
+    return core.trace(gradient, args, kwargs, _is_array)
 
 
 def _differentiated(*first: PyTree) -> list[int]:
@@ -204,7 +207,7 @@ def name_of(fn: Callable[..., PyTree]) -> str:
 
 
 def _names(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> list[str]:
-    """Returns the names of the arrays in a function and its arguments, as `params['w']`."""
+    """Returns the names of the arrays in a function and its arguments, such as `params['w']`."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a function of C
@@ -222,7 +225,7 @@ def _names(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> lis
 
 
 def _is_chosen(session: PolicyScope, met: ModuleRecord) -> bool:
-    """Whether a rule or its class gives a module its policy, and not the default of the map."""
+    """Whether a rule or its class, not the default of the map, gives a module its policy."""
     if met.boundary is None or met.surrounding is not None:
         return met.boundary is not None
     return session.explicit_policy(*met.module, None) is not None

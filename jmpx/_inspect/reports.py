@@ -1,14 +1,27 @@
-"""The base of all reports: blocks, which it shows as text and as HTML, and fields, for JSON."""
+"""The base of all reports: blocks, shown as text and as HTML, and fields, for JSON; pictures."""
 
 import dataclasses
 import html
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jmpx._base.trees import is_int
 from jmpx._inspect.text import columns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colors, which the color-blind can tell apart.
+BLUE, SKY_BLUE, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns a figure of matplotlib, of a size in inches."""
+    from matplotlib.figure import Figure  # here, because only pictures need it
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 class Table(NamedTuple):
@@ -18,7 +31,7 @@ class Table(NamedTuple):
         rows: its cells.
         right: the columns that are aligned to the right.
         most: how many rows the text shows; None for all. HTML and data have all.
-        left_out: the line under a text that shows fewer, with `{}` for the number of other rows.
+        left_out: the last line of a text that shows fewer, with `{}` for the number of rows left.
     """
 
     rows: Sequence[Sequence[str]]
@@ -27,7 +40,7 @@ class Table(NamedTuple):
     left_out: str = "... and {} more, which to_dict() holds"
 
     def lines(self) -> list[str]:
-        """Returns the table as text, and how many rows it left out."""
+        """Returns the lines of the text, the last of which says how many rows it leaves out."""
         number = 0 if self.most is None else max(len(self.rows) - 1 - self.most, 0)
         shown = self.rows[: len(self.rows) - number]
         left_out = [self.left_out.format(number)] if number else []
@@ -44,8 +57,8 @@ class Table(NamedTuple):
 class Report:
     """A frozen dataclass that is the result of an inspection, shown as blocks.
 
-    A block is a table, or a text whose lines are kept as they are. Text and HTML show the blocks,
-    data the fields.
+    A block is a table, or a text whose lines are kept as they are. Text and HTML show blocks;
+    dicts and JSON hold the fields.
     """
 
     _version = 1
@@ -59,11 +72,10 @@ class Report:
         return as_text(self._blocks())
 
     def to_html(self) -> str:
-        """Returns the blocks as HTML, tables with all of their rows."""
+        """Returns the blocks as HTML, with all rows of tables."""
         blocks = filter(None, self._blocks())
-        return "\n".join(
-            f"<pre>{html.escape(b)}</pre>" if isinstance(b, str) else b.html() for b in blocks
-        )
+        texts = (f"<pre>{html.escape(b)}</pre>" if isinstance(b, str) else b.html() for b in blocks)
+        return "\n".join(texts)
 
     def _repr_html_(self) -> str:
         """Returns the HTML, which notebooks show."""

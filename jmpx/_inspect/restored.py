@@ -14,7 +14,7 @@ from jmpx._base.trees import NUMBERS, PyTree, holds, is_array, is_floating, is_t
 from jmpx._scales.kinds import LossScale
 from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
-# The bits of exponent and mantissa of the formats to which values may have been rounded.
+# The bits of exponent and mantissa of formats to which values may have been rounded.
 _FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
 _PYTHONS = {"int", "float", "complex"}  # Python's numbers have no dtype to keep.
 _CHANGES = {
@@ -132,7 +132,7 @@ def _changes(
     for path, leaf in leaves.items():
         got, was = _name(leaf), saved[path]
         if got == was:
-            # A leaf whose values were not rounded when it was saved was narrowed in between.
+            # If values are rounded that were not when they were saved, the leaf was narrowed since.
             holder = None if rounded is None or path in rounded else _narrowest(leaf)
             if holder:
                 yield "narrowing", path, f"in {got} with values of {holder} alone"
@@ -174,12 +174,12 @@ def _narrowest(leaf: PyTree) -> str | None:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _holds(leaf: jax.Array, formats: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Whether each format holds all values of an array. XLA may leave out casts, but not this."""
+    """Whether each format holds all values of an array. XLA may remove casts, but not this."""
     return jnp.stack([jnp.all(jax.lax.reduce_precision(leaf, *bits) == leaf) for bits in formats])
 
 
 def _change(was: str, got: str) -> str | None:
-    """Returns a key of `_CHANGES`, or None for integers that hold what they held."""
+    """Returns a key of `_CHANGES`; None for integers that still hold their values."""
     if "key<" in was + got:
         return ""
     try:

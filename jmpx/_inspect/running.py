@@ -5,7 +5,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -25,11 +25,12 @@ from jmpx._jaxprs.inner import structure
 from jmpx._scales.kinds import DynamicLossScale
 
 R = TypeVar("R")
+Advance: TypeAlias = Callable[[], object]  # advances a bar by one
 _FLOAT32 = np.dtype(np.float32)
 
 
-def check_arrays(program: Program, caller: str) -> None:
-    """Refuses arguments without values, on behalf of a public function."""
+def with_arrays(program: Program, caller: str) -> Program:
+    """Returns the program; refuses arguments without values on behalf of a public function."""
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, jax.core.Tracer):
             raise TypeError(f"Cannot look at the traced {name}: call {caller} outside of jax.jit.")
@@ -38,11 +39,12 @@ def check_arrays(program: Program, caller: str) -> None:
                 f"Expected arrays, got a shape as {name}: {caller} runs it, so pass arrays, "
                 "or call jmpx.inspect.audit, which takes shapes."
             )
+    return program
 
 
 def key_of(node: Node) -> SiteKey:
-    """Returns the key of a node; the site of the same equation has an equal one."""
-    return (*(key_of(node.around) if node.around else ()), id(node.eqn))
+    """Returns the key of a node, equal to the key of the site of its equation."""
+    return tuple(id(each.eqn) for each in node.outwards)[::-1]
 
 
 def nodes_by_key(graph: Graph) -> dict[SiteKey, Node]:
@@ -61,7 +63,7 @@ def norm(arrays: Sequence[Array]) -> float:
 
 
 def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
-    """Returns the norm of the error of results, relative to that of the exact ones."""
+    """Returns the norm of the error of results, relative to the norm of the exact ones."""
     pairs = zip(results, exact, strict=True)
     error = norm([np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in pairs])
     size = norm(exact)
@@ -69,7 +71,7 @@ def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
+def progress(what: str, total: int | None) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
     The bar shows after two seconds, if tqdm is installed.
@@ -78,7 +80,7 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
-    if tqdm is None:  # outside of the handler, which would show in the traceback of the report
+    if tqdm is None:  # not in the handler: tracebacks of the report would show the ImportError
         yield lambda: None
         return
     with tqdm(desc=what, total=total, leave=False, delay=2) as bar:
@@ -87,7 +89,7 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
 
 # --- float32 in place of 16 bits ---
 
-# Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
+# The equations of these hold a jaxpr for the traced dtypes, and cannot be bound to others.
 _SCATTERS: dict[str, Callable[..., Array]] = {
     name: getattr(lax, name)
     for name in ("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
@@ -111,9 +113,9 @@ def widened(array: Array, wide: np.dtype = _FLOAT32) -> Array:
 def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOAT32) -> list[Array]:
     """Runs an equation that was traced in fewer bits in a wide dtype, on wide operands.
 
-    If its result depends on the dtype, such as that of a bitcast, or its primitive is unknown, it
-    runs as it was traced, and the results are widened. An equation without results, such as a
-    print, does not run.
+    If its result depends on the dtype, as in a bitcast, or its primitive is unknown, it runs as it
+    was traced, and the results are widened. An equation without results, such as a print, does not
+    run.
     """
     if not eqn.outvars:
         return []
@@ -144,7 +146,7 @@ def is_low(atom: Atom, wide: np.dtype = _FLOAT32) -> bool:
 
 
 def _has_algorithm(eqn: Equation) -> bool:
-    """Whether a product names an algorithm, which takes operands of certain dtypes only."""
+    """Whether a product names an algorithm, which only takes operands of certain dtypes."""
     precision = eqn.params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
@@ -152,28 +154,28 @@ def _has_algorithm(eqn: Equation) -> bool:
 
 # --- Compiled once for all programs of one structure ---
 
-# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
-# The pass that is disabled makes two or three kernels of each reduction on a CPU, and a watched
-# program has a reduction for each operation.
+# Otherwise XLA may compute chains of 16-bit operations in float32, where overflows disappear. The
+# disabled pass splits each reduction on a CPU into two or three kernels, and a watched program has
+# a reduction for each operation.
 _AS_WRITTEN = {
     "xla_allow_excess_precision": False,
     "xla_disable_hlo_passes": "tree_reduction_rewriter",
 }
-# Optimizing takes half of the time to compile, and does not pay for one or two runs.
+# Optimizing takes half of the compile time, which one or two runs do not repay.
 _ONCE = _AS_WRITTEN | {"xla_backend_optimization_level": 0}
-# The function to trace when a compiled one runs for the first time, or in another context of JAX.
+# The function that JAX traces when a compiled one runs first, or runs in another context of JAX.
 _traced: contextvars.ContextVar[Callable[..., PyTree]] = contextvars.ContextVar("_traced")
 
 
 class CompileCache:
     """Compiled functions of a jaxpr, kept by its structure, with its constants as operands.
 
-    `jax.grad` or a lambda may trace a step anew: its new jaxpr finds the compiled function. The
-    structures that were used last are kept, without their arrays.
+    If a step is traced anew, as by `jax.grad` or as a lambda, its new jaxpr finds the compiled
+    function. The structures that were used last are kept, without their arrays.
 
     Args:
         jaxpr: the jaxpr.
-        runs_often: whether the functions are optimized, because they run more than once or twice.
+        runs_often: whether to optimize the functions, because they run more than once or twice.
     """
 
     def __init__(self, jaxpr: Jaxpr, runs_often: bool = False) -> None:
@@ -182,7 +184,7 @@ class CompileCache:
         self.own: dict[Hashable, Callable[..., PyTree]] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(const), i) for i, const in enumerate(self.consts))
-        # A constant other than an array, such as a reference, stays in the jaxpr.
+        # Constants other than arrays, such as references, stay in the jaxpr.
         is_alone = is_opaque(jaxpr) or not all(isinstance(c, ARRAYS) for c in self.consts)
         self.key = None if is_alone else (structure(jaxpr), same)
         try:
@@ -221,5 +223,5 @@ def _new_program(runs_often: bool) -> Callable[..., PyTree]:
 
 @functools.lru_cache(maxsize=16)
 def _program(key: Hashable, runs_often: bool) -> Callable[..., PyTree]:
-    """Returns the function of a structure, which refers to no jaxpr of it."""
+    """Returns the function of a structure, which refers to none of its jaxprs."""
     return _new_program(runs_often)

@@ -1,4 +1,4 @@
-"""Numbers, dtypes, policies and tables as people read them, in every report and command."""
+"""Numbers, dtypes, policies and tables as reports and commands print them."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:
-    """Returns a number with three digits, or four just below the next unit of 1024."""
+    """Returns a number with three digits, or with four just below the next unit of 1024."""
     power = 0
     while power < len(units) - 1 and round(number / base**power) >= base:
         power += 1
@@ -53,20 +53,20 @@ def count_text(count: int, noun: str) -> str:
 def short_names(text: str) -> str:
     """Shortens dtypes and policies as policy strings may: `compute=bfloat16` is `c=bf16`.
 
-    Parameters in float32 are left out, and an output that follows compute.
+    Parameters in float32 are left out, and so is an output dtype that equals the compute dtype.
     """
     short = _LONG.sub(lambda found: _SHORT[found[0]], text)
     return _SAME_OUTPUT.sub(r"\1", short.removeprefix("p=f32,"))
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> list[str]:
-    """Returns the lines of a table, with a gap between columns as wide as their widest cells.
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Returns the lines of a table, whose columns are as wide as their widest cells.
 
     The columns of the indices in `right` are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if index in right else "<" for index in range(len(widths))]
     return [
-        gap.join(f"{c:{s}{w}}" for c, s, w in zip(row, sides, widths, strict=True)).rstrip()
+        "  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, sides, widths, strict=True)).rstrip()
         for row in rows
     ]

@@ -12,7 +12,7 @@ from jmpx._base.trees import PyTree, at_least_float32, is_array, is_floating, se
 from jmpx._inspect.reports import Report
 
 _NAMED_LEAVES = 5  # in a printed report
-_WORTH_A_REMEDY = 0.01  # of the entries
+_WORTH_A_REMEDY = 0.01  # the least share of lost changes
 _INF = 0x7F800000  # the bits of float32's infinity
 
 
@@ -25,8 +25,8 @@ class LostUpdates(NamedTuple):
     Attributes:
         entries: how many changes are not 0.
         stored: how many of them round to nothing in the dtype in which the parameter is stored.
-        bfloat16: how many would if it were stored in bfloat16.
-        float16: how many would if it were stored in float16.
+        bfloat16: how many would round to nothing if it were stored in bfloat16.
+        float16: how many would round to nothing if it were stored in float16.
     """
 
     __module__ = "jmpx.inspect"
@@ -157,8 +157,8 @@ def _rounds_to_nothing(param: jax.Array, change: jax.Array) -> jax.Array:
     stored = (magnitude >> format_.nmant).astype(jnp.int32)
     is_power = (stored > 1) & (magnitude & (2**format_.nmant - 1) == 0)
     to_zero = code >> (format_.bits - 1) != bits >> 31
-    # Changes of more than half of the distance to the neighbor do not round to `param`; those of
-    # half do if `param` is even. Below a power of two, neighbors are half as far apart.
+    # A change by more than half of the distance to the neighbor is kept; one by exactly half rounds
+    # to `param` if that is even. Below a power of two, neighbors are half as far apart.
     half = jnp.maximum(stored, 1) - 2 + (format_.minexp - format_.nmant)
     half -= (is_power & to_zero).astype(jnp.int32)
     subnormal = jnp.where(half >= -149, 1 << jnp.clip(half + 149, 0, 22), 0)

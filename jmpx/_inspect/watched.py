@@ -20,25 +20,25 @@ from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk
 
 State = TypeVar("State")
 SiteKey: TypeAlias = tuple[int, ...]  # see `Site.key`
-Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
+Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (), for each loop around, outermost first
 Constant: TypeAlias = Callable[[Array], Array]  # returns the array to use for a constant
 Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]  # runs an equation
-_Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
+Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
 # Runs an equation at its site: `(state, site, operands, trips)`.
-Step: TypeAlias = Callable[..., _Results]
+Step: TypeAlias = Callable[..., Results]
 
 
 class Site(NamedTuple):
-    """An equation at its place in a program. A function that is called twice has two sites."""
+    """An equation at its place in a program. In a function that is called twice, it has two."""
 
-    equation: Equation  # None for the program as a whole
+    equation: Equation  # None for the whole program
     scope: str = ""  # with marks of modules
     is_backward: bool = False  # whether a backward pass runs it
     around: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first
 
     @property
     def key(self) -> SiteKey:
-        """Identifies the site; it begins with the keys of the equations that hold it."""
+        """Identifies the site; it begins with the key of the equation that holds it."""
         return (*map(id, self.around), id(self.equation))
 
     @property
@@ -59,7 +59,7 @@ def is_loop(eqn: Equation) -> bool:
 
 
 def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
-    """Yields the sites of the equations that hold no jaxpr to go into, in the program's order."""
+    """Yields the sites of the equations that an evaluation binds, in the program's order."""
     for eqn in jaxpr.eqns:
         site, inner = (holder or Site(None)).inside(eqn), inner_of(eqn)
         if inner is None:
@@ -69,7 +69,7 @@ def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
 
 
 def _held(eqn: Equation) -> Sequence[Jaxpr]:
-    """Returns the jaxprs that an evaluation runs in place of an equation."""
+    """Returns the jaxprs that an evaluation runs in place of an equation, conditions included."""
     inner = inner_of(eqn)
     if inner is None:
         return ()
@@ -86,7 +86,8 @@ def constants(jaxpr: Jaxpr) -> Iterator[Array]:
 def is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an evaluation depends on more than the structure and the constants of a jaxpr.
 
-    Calls of Python do, and equations that run as traced but hold constants, as a linear solve.
+    It does if the jaxpr calls Python, or if an equation that is not gone into, such as a linear
+    solve, holds constants.
     """
     return any(
         any(map(is_opaque, _held(eqn)))
@@ -101,14 +102,14 @@ def _has_constants(eqn: Equation) -> bool:
 
 
 def unwatched(state: State, *_: object) -> State:
-    """Returns the state: the watcher of a run of which nothing is noted."""
+    """Returns the state: the watcher of a run that notes nothing."""
     return state
 
 
 def stored(
     state: dict[SiteKey, list[Array]], site: Site, arrays: list[Array], trips: Trips
 ) -> dict[SiteKey, list[Array]]:
-    """Returns a state by sites that has arrays of a site, in a loop at the indices of its trips."""
+    """Returns a state by sites with the arrays of a site stored, in a loop at its trip indices."""
     if trips:
         arrays = [old.at[trips].set(x) for old, x in zip(state[site.key], arrays, strict=True)]
     return {**state, site.key: arrays}
@@ -126,29 +127,29 @@ def evaluate(
     by_site: bool = False,
     step: Step | None = None,
 ) -> tuple[list[Array], State]:
-    """Runs a jaxpr, and has a watcher see each equation; returns the results and the last state.
+    """Runs a jaxpr under a watcher of its equations; returns the results and the last state.
 
-    Functions with derivatives of their own run as plain ones: differentiate first, then evaluate.
-    The condition of a while loop runs, but is not watched.
+    Custom derivatives are dropped: differentiate first, then evaluate. The condition of a while
+    loop runs, but is not watched.
 
     Args:
         jaxpr: the jaxpr, closed or open.
         arrays: its operands.
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
-            and dtypes of the old one. `trips` counts those of the loops `site.loops`, from 0.
+            and dtypes of the old one. `trips` has the trip of each of `site.loops`, from 0.
         state: a pytree of arrays.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
         by_site: whether the state is a dict by the keys of sites, of which `watch` changes the
-            value of its site alone. A loop then carries only the values of the sites in it, which
-            compiles much sooner.
+            value of its own site only. A loop then carries only the values of the sites in it,
+            which compiles much faster.
         step: `step(state, site, operands, trips)` returns the results of an equation that holds no
             jaxpr, and the new state, in place of `run` and `watch`.
     """
     watcher = _Watcher(watch, run, constant, reduce, by_site, step)
-    with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
+    with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
         return watcher.evaluate(jaxpr, arrays, state, (), Site(None))
 
 
@@ -165,8 +166,8 @@ class _Watcher:
 
     def evaluate(
         self, jaxpr: Jaxpr, arrays: Sequence[Array], state: PyTree, trips: Trips, holder: Site
-    ) -> _Results:
-        """Runs a jaxpr that an equation holds; `trips` are those of the loops around it."""
+    ) -> Results:
+        """Runs a jaxpr that an equation holds; `trips` has the trip of each loop around it."""
 
         def step(eqn: Equation, operands: list[Array]) -> list[Array]:
             nonlocal state
@@ -177,11 +178,11 @@ class _Watcher:
         return walk(jaxpr, arrays, step, self.read), state
 
     def read(self, atom: Atom, array: Array) -> Array:
-        """Returns what stands for a constant or a literal."""
+        """Returns the array to use for a constant or a literal."""
         is_literal = core.is_literal(atom)
         return self.constant(np.asarray(array, atom.aval.dtype) if is_literal else array)
 
-    def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
+    def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> Results:
         """Runs an equation, or the jaxprs that it holds."""
         inner = inner_of(site.equation)
         if inner is None:
@@ -201,7 +202,7 @@ class _Watcher:
 
     def scan(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> _Results:
+    ) -> Results:
         consts, carry, xs = inner.split(operands)
         params = site.equation.params
 
@@ -217,7 +218,7 @@ class _Watcher:
 
     def while_loop(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> _Results:
+    ) -> Results:
         consts, carry, _ = inner.split(operands)
         plain = dataclasses.replace(self, watch=unwatched, reduce=None, instead=None)
 
@@ -236,7 +237,7 @@ class _Watcher:
 
     def cond(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> _Results:
+    ) -> Results:
         index, *operands = operands
         branches = [
             lambda state, *operands, jaxpr=jaxpr: self.evaluate(jaxpr, operands, state, trips, site)
@@ -248,7 +249,7 @@ class _Watcher:
 
     def shard_map(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> _Results:
+    ) -> Results:
         reduce, params = self.reduce, site.equation.params
         if reduce is None:
             raise ValueError(
@@ -257,7 +258,7 @@ class _Watcher:
             )
         axes = tuple(core.manual_axes(site.equation))
 
-        def body(state: PyTree, trips: Trips, *arrays: Array) -> _Results:
+        def body(state: PyTree, trips: Trips, *arrays: Array) -> Results:
             leaves, treedef = jax.tree.flatten(state)
             state = jax.tree.unflatten(treedef, vary(leaves, axes))
             results, state = self.evaluate(inner.jaxprs[0], arrays, state, trips, site)

@@ -252,7 +252,7 @@ def test_the_version(capsys):
 @pytest.mark.thorough
 def test_a_command_imports_what_it_needs():
     optional = "haiku equinox flax optax absl matplotlib orbax".split()
-    heavy = "_cli.doctor _autocast _adapters _inspect _steps".split()
+    heavy = "_cli.doctor _autocast _adapters _inspect.graph _inspect.programs _steps".split()
     run = f"import sys; sys.modules |= dict.fromkeys({optional}); from jmpx.__main__ import main; "
     result = run_python("-c", f"{run}print(main(['doctor']))")
     assert result.returncode == 0 and result.stdout.endswith("0\n"), result.stderr

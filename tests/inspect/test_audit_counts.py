@@ -1,4 +1,4 @@
-"""What a report counts: FLOPs as by hand, what is saved, casts and scopes."""
+"""The counts of an audit: FLOPs as by hand, saved bytes, casts and scopes."""
 
 import math
 
@@ -26,7 +26,7 @@ def audited(fn, *args):
 
 
 def flops(f, *args):
-    """FLOPs of the products of a function, which is looked at as it is: a list is no loss."""
+    """FLOPs of the products of a function, which returns a list so that it is no loss."""
     return sum(row.flops for row in audited(lambda *args: [f(*args)], *args).products)
 
 
@@ -64,7 +64,7 @@ def test_loops_and_branches_run_as_often_as_their_lengths_say():
 
     assert audited(branches, W).products == float32_products(3)
 
-    def trips(x, w):  # an unknown number counts for one
+    def trips(x, w):  # an unknown number counts as one
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
 
     report = audited(trips, W, W)
@@ -171,7 +171,7 @@ def test_axes_as_long_as_sound_take_no_time():
     "contracted, lhs_ragged, rhs_group, lhs, rhs",
     [
         (([1], [1]), [0], [0], (6, 3), (4, 3, 5)),  # rows are in groups
-        (([0], [0]), [0], [], (6, 3), (6, 5)),  # what is contracted is in groups
+        (([0], [0]), [0], [], (6, 3), (6, 5)),  # the contracted axis is in groups
     ],
 )
 def test_ragged_products_multiply_no_zeros(contracted, lhs_ragged, rhs_group, lhs, rhs):
@@ -180,7 +180,7 @@ def test_ragged_products_multiply_no_zeros(contracted, lhs_ragged, rhs_group, lh
     assert flops(product, shape(*lhs), shape(*rhs), shape(4, dtype="int32")) == 2 * 6 * 3 * 5
 
 
-# What is saved for the backward pass.
+# Bytes that are saved for the backward pass.
 
 
 @jax.custom_vjp
@@ -315,11 +315,11 @@ def test_a_model_has_a_row_for_each_module(framework):
         row = rows.pop(root + path)
         assert row.module == net.words("<Linear>") and f"compute={dtype}" in row.policy
         assert (row.dtypes, row.flops) == (dtype, passes * 2 * 2 * widths)
-    # The block calls tanh, and its layers are not in its row. The loss is in no module.
+    # The block calls tanh; its layers have rows of their own. The loss is in no module.
     block = rows.pop(f"{root}block")
     assert (block.module, block.dtypes, block.flops) == (net.words("<Inner>"), "float32", 0)
     assert rows.pop("").policy == ""
-    # The outermost module casts its arguments at most, in frameworks whose models are objects.
+    # The outermost module only casts its arguments, and only in frameworks with models as objects.
     assert all((row.module, row.flops) == (net.words("<Net>"), 0) for row in rows.values())
 
 
@@ -360,7 +360,7 @@ def test_scopes_have_the_policy_by_operations(save):
         with jax.named_scope("update"):
             return w - grads
 
-    # Beside the models' own name, scopes of pieces repeat it.
+    # Scopes of pieces repeat the name of the model.
     rows = {path.split("/")[-1]: row.policy for path, row in by_path(audited(step, W, W)).items()}
     policies = {"half": "float16", "layer": "bfloat16", "marked": "float32", "": "bfloat16"}
     expected = {name: f"compute={dtype}" for name, dtype in policies.items()}

@@ -1,4 +1,4 @@
-"""What needs more digits or range than 16 bits: exponentials, long sums, sums of loops and devices.
+"""Operations that need more than 16 bits: exponentials, long sums, sums of loops and devices.
 
 Each is found once, on its line, with a rule that mends it; what is alike and no hazard is not.
 """
@@ -28,7 +28,7 @@ def hazards(fn, *args):
 
 
 def hazards_of(layer, *sizes, dtype=BF16):
-    """The hazards in the mean of what a layer returns."""
+    """The hazards in the mean of the results of a layer."""
     loss = lambda x: jnp.mean(jnp.asarray(layer(x)).astype(F32))  # noqa: E731
     return hazards(loss, shape(*sizes, dtype=dtype))
 
@@ -143,7 +143,7 @@ def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
     assert not hazards_under(f"c=bf16,o=f32; {rule}")
 
 
-# What is no hazard.
+# Programs without a hazard.
 
 
 def activations(x):
@@ -214,7 +214,7 @@ CLEAN_LOOPS = [
     lambda x: lax.scan(lambda mean, row: (0.9 * mean + 0.1 * row, None), x[0], x)[0],
     lambda x: lax.scan(lambda s, r: (s + r.astype(F32), None), jnp.zeros(x[0].shape), x)[0],
     lambda x: lax.scan(lambda c, row: (c, row + 1), x[0], x)[1],
-    # The gradient of what a loop over layers closes over is a sum of few terms.
+    # The gradient of a value that a loop over layers closes over is a sum of few terms.
     lambda x: lax.scan(lambda h, w: (h + jnp.tanh(h * w + x[0]), None), x[1], x)[0],
 ]
 
@@ -227,7 +227,7 @@ def test_what_is_no_hazard_is_not_found(dtype):
         return sum(jnp.mean(jnp.asarray(each).astype(F32)) for each in results)
 
     assert not hazards_of(all_clean, MANY, 4, dtype=dtype)
-    # The count of a loop is no sum, also where no gradient needs it.
+    # The count of a loop is no sum, also if no gradient needs it.
     assert not hazards(lambda x: (counted(x), 0), shape(24, 3, dtype=dtype))
 
 
@@ -389,7 +389,7 @@ def test_the_gradient_of_a_recurrent_weight_is_a_sum_over_time():
 
 
 def test_micro_batches_in_16_bits_are_found():
-    """Beside the gradients, a loop hands on what they depend on, such as the state of a model."""
+    """Besides gradients, a loop carries the values that they depend on, such as a model's state."""
 
     def step(w, x):
         def body(carry, batch):
@@ -442,7 +442,7 @@ def test_a_sum_over_a_mapped_axis_is_a_sum():
 
 
 def test_the_embedding_of_linen_in_16_bits_is_found_and_mended():
-    """Each token adds to one row of the gradient of the table, one after the other."""
+    """Tokens add to one row of the gradient of the table, one after the other."""
     net, tokens = nn.Embed(5, 4), shape(MANY, dtype="int32")
     params = jax.eval_shape(net.init, jax.random.key(0), tokens)
 

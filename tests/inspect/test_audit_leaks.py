@@ -1,4 +1,4 @@
-"""Float32 that leaks into 16 bits: each leak is found once, at its line, with what mends it."""
+"""Float32 that leaks into 16 bits: each leak is found once, at its line, with a remedy."""
 
 import math
 import os
@@ -36,7 +36,7 @@ def seen(findings):
 
 
 # Each takes activations in 16 bits and a float32 parameter. Its leak is at the line with a mark, or
-# on that of a lambda.
+# at the line of a lambda.
 
 
 def float32_parameter(x, w):
@@ -143,7 +143,7 @@ def network(framework, leaks, dtype):
     return run, model, shape(2, 3, WIDTH, dtype=dtype)
 
 
-# Overflow in a cast is what some of these plant.
+# Some of these plant an overflow in a cast.
 overflows = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 
 
@@ -179,7 +179,7 @@ WAYS = {
     [("jit in scan", BF16), ("vmap", BF16), ("cond", F16), ("checkpoint", BF16)],
 )
 def test_lines_under_transformations(way, dtype):
-    # What is computed anew is not saved.
+    # Values that are computed anew are not saved.
     leaks = [leak for leak in OF_DTYPE[dtype] if (way, leak) != ("checkpoint", saved_gelu)]
 
     def loss(linear, w, x):
@@ -193,7 +193,7 @@ def test_lines_under_transformations(way, dtype):
     assert seen(findings) == at_their_lines(leaks)
 
 
-# What the advice makes of a leak; and what is none.
+# Programs that follow the advice, and programs without a leak.
 
 
 def cast_result(x, w):
@@ -312,7 +312,7 @@ def test_flops_are_those_of_both_passes():
         return mean_square(lax.scan(body, x, None, length=5)[0])
 
     (finding,) = found(loss, W, BF16_W, BF16_X)
-    # The gradient is in `w` alone, so that of `half` is not computed.
+    # The gradient is in `w` alone: the gradient of `half` is not computed.
     assert (finding.flops, finding.count) == (5 * 2 * PRODUCT, 5)
 
 
@@ -350,7 +350,7 @@ def test_convolution():
     assert finding.flops == 3 * 2 * 2 * taps * WIDTH**2
 
 
-# One cause is one finding, which names where float32 was made.
+# One cause is one finding, which names the line where float32 was made.
 
 
 def made_elsewhere(w, x):
@@ -455,7 +455,7 @@ def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
     assert str(finding.place) == text and text in str(report)
 
 
-# What autocast rounds.
+# Leaks under autocast.
 
 BODIES = {
     "rounded behind a factor": lambda h: h * 1e-9 * 1e9,

@@ -1,4 +1,4 @@
-"""The pages of docs/ that print reports of jmpx.inspect: those are what their programs print."""
+"""The reports that pages of docs/ show are those that their programs print."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from helpers.pages import blocks, importable, modules
 import jmpx
 
 pytestmark = [pytest.mark.thorough, pytest.mark.versions]
-# What each page prints, in its order.
+# The reports that each page prints, in its order.
 PRINTED = {
     "audit.md": ["found"],
     "blame.md": ["report", "better.diff(report)"],
@@ -42,11 +42,11 @@ def test_the_reports_of_a_page_are_real(name, tmp_path):
         assert words(report) == words(text)
 
 
-# The page of audits shows a model with leaks, and a patch that mends it.
+# The page of audits shows a model with leaks, and a patch that fixes it.
 
 
 def parts(text):
-    """Returns what all versions of JAX agree on, and the rest without its numbers.
+    """Returns the parts that all versions of JAX agree on, and the rest without its numbers.
 
     Their backward passes keep other values, and have other operations outside of products.
     """

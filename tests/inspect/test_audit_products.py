@@ -57,7 +57,7 @@ def test_a_rule_for_float32_asks_for_what_it_does_not_get(framework):
     assert (finding.severity, finding.rule) == ("high", "*/plant: m=highest")
     assert finding.place.line == line_of(doubled) and finding.flops == 2 * 2 * 4 * 4
     assert not of_model(framework, f"{policy}; {finding.rule}", "tpu")
-    # What a model of 16 bits leaks is less severe.
+    # Leaks of a 16-bit model are less severe.
     leak = lambda x: doubled(x.astype(F32)).astype(x.dtype)  # noqa: E731
     (finding,) = of_model(framework, HALF, "tpu", leak)
     assert (finding.severity, finding.scope.endswith("plant")) == ("low", True)
@@ -293,6 +293,6 @@ def scores_of_a_search(w, x, teacher):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_what_reads_float32_logits_is_not_found(dtype):
-    """A product whose float32 result a loss reads is right: nothing tells to leave it out."""
+    """A product whose float32 result a loss reads is right: no advice says to leave that out."""
     assert not about_logits(KEPT, dtype)
     assert {each.name for each in about_logits([scores_of_a_search], dtype)} <= {"low-exp"}

@@ -1,4 +1,4 @@
-"""The program that an audit looks at: a loss with its gradient, or a step that contains one."""
+"""The program that an audit reads: a loss with its gradient, or a step that contains one."""
 
 import dataclasses
 import re

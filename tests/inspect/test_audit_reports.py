@@ -1,4 +1,4 @@
-"""Reports of audits: how they print, what `check` fails for, how findings merge."""
+"""Reports of audits: how they print, when `check` fails, how findings merge."""
 
 import dataclasses
 import html
@@ -31,7 +31,7 @@ assert REAL.findings[0].place is not None
 Cast, Scope, Place = type(REAL.casts[0]), type(REAL.scopes[0]), type(REAL.findings[0].place)
 SEVERITIES = ("high", "medium", "low")
 
-# A report with something of everything.
+# A report with each kind of row.
 
 POLICY = "params=float32,compute=bfloat16,output=float32"
 LEAK = Finding(
@@ -135,8 +135,8 @@ def test_shares_come_first_then_findings_then_scopes():
     assert "bfloat16 x bfloat16 75.0 % 9.00 GFLOP 124 x".split() in rows
     assert all(whole in text for whole in ("12.0 GFLOP", "388 MiB", "108 MiB"))
     assert text.startswith("Audit of loss_fn and its gradient\n")
-    assert "  bfloat16  87.6 %   340 MiB\n" in text  # what is saved has no number of times
-    # A rule, or else the advice, has a line of its own.
+    assert "  bfloat16  87.6 %   340 MiB\n" in text  # saved values have no number of times
+    # The rule, else the advice, has a line of its own.
     assert {LEAK.rule, SAVED.advice, EXP.rule} <= {line.strip() for line in text.splitlines()}
 
 
@@ -318,7 +318,7 @@ def test_too_small_a_share_names_all_shares():
     assert "Findings" not in text
     both = error(REPORT, "bfloat16")
     assert "expected at least 95 %" in both and LEAK.message in " ".join(both.split())
-    # A product of two dtypes is in neither.
+    # A product of two dtypes counts for neither.
     mixed = dataclasses.replace(CLEAN, products=(Products("float32 x bfloat16", 8, 1),))
     assert all("0 % of the FLOPs" in error(mixed, dtype) for dtype in ("bfloat16", "float32"))
     nothing = dataclasses.replace(CLEAN, products=())

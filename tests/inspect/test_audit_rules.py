@@ -1,4 +1,4 @@
-"""Each rule that an audit prints mends what it is for in the program; models that need none."""
+"""Each rule that an audit prints fixes its finding in the program; models that need none."""
 
 import re
 import string
@@ -37,7 +37,7 @@ def norm(x):
 
 def positions(x):
     x = x + jnp.asarray(np.sin(np.arange(len(x)))[:, None], F32)
-    return x @ x.T @ x  # a layer would cast what it reads
+    return x @ x.T @ x  # a layer would cast its inputs
 
 
 def attention(x):
@@ -134,7 +134,7 @@ KEPT = "*/head: product=float32"  # logits stay in float32, and products multipl
 LOGITS = ("rounded-logits", KEPT)
 ALIKE = of_zoo("haiku", layers_alike, jnp.ones((2, 4)))
 FOR_ALIKE = f"{HALF}; LayerNorm: full; */wide_*: full"
-# What makes a program, its policy map without a rule that would mend it, and the most precise rule.
+# A function that makes a program, a policy map that lacks a rule, and the most precise rule for it.
 PROGRAMS = {
     "autocast-softmax": (under_autocast(softmax), AUTOCAST, None),
     "linen-norm": (in_framework("linen", norm), FOR_NORM, OUT_OF_NORM),
@@ -357,7 +357,7 @@ def test_asked_float32_is_no_finding():
 
 
 def test_an_optimizer_multiplies_gradients_in_float32():
-    """As Muon does: what reads a gradient is no part of the model."""
+    """As in Muon: operations that read a gradient are no part of the model."""
 
     def step(w, x):
         grad = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) @ w).astype(F32) ** 2))(w).astype(F32)

@@ -1,4 +1,4 @@
-"""`blame`: what the shares of an error tell, on programs whose error is known."""
+"""`blame`: the shares of an error, on programs whose error is known."""
 
 import json
 

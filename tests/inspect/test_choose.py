@@ -207,7 +207,7 @@ def test_float32_is_chosen_only_if_no_string_with_16_bits_holds_the_bound(rng):
     choice = choose(loss_fn, POLICY, error=0.1)(*((params, normal(rng, 2, 16)) for _ in range(3)))
     first, *_, last = choice.rows
     assert last.policy == "f32"
-    assert last.memory <= first.memory  # The carry, which is all that is kept, is in float32.
+    assert last.memory <= first.memory  # Only the carry is kept, and it is in float32.
     assert first is choice.chosen
     assert 0 < first.error <= 0.1
 

@@ -95,7 +95,7 @@ def test_the_first_nonfinite_is_printed(capsys):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Returns what writes a script; the flags of absl that it defines do not outlast the test."""
+    """Returns a function that writes a script, whose absl flags are removed after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before, modules = set(flags.FLAGS), set(sys.modules)

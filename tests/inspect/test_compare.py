@@ -1,4 +1,4 @@
-"""`compare`: two functions of one model, scope by scope, paired by what agrees in float32."""
+"""`compare`: two functions of one model, scope by scope, paired by agreement in float32."""
 
 import functools
 import html
@@ -92,7 +92,7 @@ def looped(params, x):
 
 
 def as_written(f):
-    """Returns what a function returns if each 16-bit result is rounded."""
+    """Returns the results of a function if each 16-bit result is rounded."""
     return np.asarray(jax.jit(jmpx.inspect.emulate(f))(*given()), np.float64)
 
 
@@ -102,7 +102,7 @@ def low(f, dtype="bf16"):
 
 @functools.cache
 def in_16_bits():
-    """Compares in bfloat16 what goes through all tokens with what has a cache."""
+    """Compares the function of all tokens with the one that has a cache, in bfloat16."""
     return compare(full, low(scanned), band=1e-5)(*given())
 
 
@@ -174,7 +174,7 @@ def test_axes_are_told_apart_by_their_numbers(rng):
 
 
 def test_constants_that_were_traced_in_16_bits_agree(rng):
-    """And what is nearly the same is not taken for it."""
+    """Values that are nearly the same make no pair."""
 
     def f(x):
         with jax.named_scope("block"):
@@ -234,7 +234,7 @@ def test_chosen_log_probabilities_have_the_estimate_k3(rng):
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_what_one_function_cannot_choose_is_infinitely_far(is_whole):
-    """In 16 bits; what neither can choose is no difference."""
+    """In 16 bits; choices that are impossible in both make no difference."""
 
     def exact(x):
         found = jax.nn.log_softmax(x)
@@ -271,7 +271,7 @@ def test_it_is_printed_written_and_checked():
 
 
 def test_steps_have_a_backward_pass(rng):
-    """Whose outputs are apart from those of the forward pass."""
+    """The outputs of the backward pass are rows of their own."""
 
     def step(w, x):
         def loss(w):

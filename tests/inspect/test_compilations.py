@@ -1,4 +1,4 @@
-"""How many programs the inspections compile: one, and none for a step that is looked at again."""
+"""How many programs the inspections compile: one, and none for a step that is inspected again."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def compilations():
-    """Counts compilations: a function that returns those since it was called last."""
+    """Returns a function that counts the compilations since its last call."""
     seen = []
     listen = lambda event, *_, **__: seen.append(1) if event == COMPILE else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listen)

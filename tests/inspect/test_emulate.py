@@ -50,7 +50,7 @@ def test_it_is_seen_where_a_compiler_leaves_the_cast_out(rng):
     assert_same_bits(jax.jit(emulate(f))(x), expected)
     text = jax.jit(emulate(f)).lower(x).as_text()
     assert text.count("reduce_precision") == 2  # of the argument, which may be a cast, too
-    assert np.any(jax.jit(f)(x) != expected)  # what a CPU does
+    assert np.any(jax.jit(f)(x) != expected)  # as a CPU does it
 
 
 @jax.custom_vjp
@@ -168,7 +168,7 @@ def test_without_sums_each_bit_is_that_of_the_operations_one_by_one(f, dtype, rn
     assert_same_bits(jax.jit(emulate(f))(*args), one_by_one(f, *args))
     if f is looped:
         return  # JAX differentiates no while loop
-    # Cotangents of what a loop reads in each turn are sums, of few numbers and in 16 bits.
+    # Cotangents of values that a loop reads in each trip are sums of few numbers in 16 bits.
     found = jax.jit(emulate(gradient_of(f)))(*args)
     assert_close(found, one_by_one(gradient_of(f), *args))
     assert_same_bits(jax.jit(gradient_of(emulate(f)))(*args), found)
@@ -185,7 +185,7 @@ def test_with_sums_few_numbers_differ_by_one_unit(f, dtype, rng):
         assert_close(jax.jit(gradient)(*args), expected)
 
 
-# What it composes with.
+# Composition with transformations and policies.
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 calls it by another name")
@@ -267,7 +267,7 @@ def test_other_leaves_go_through():
     [("head: product=f32", F16), ("head: c=f32,o=f32,m=TF32_TF32_F32", BF16), ("", BF16)],
 )
 def test_operands_of_algorithms_are_rounded(dtype, rule, rng):
-    """Which a CPU leaves out, and refuses for float16."""
+    """A CPU leaves the rounding out for bfloat16, and refuses float16."""
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 64), (64, 16)))
 
     def f(x, w):

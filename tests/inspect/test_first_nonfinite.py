@@ -1,4 +1,4 @@
-"""Planted causes of infinities and NaNs are found, each on its line, and mended by its rule."""
+"""Planted causes of infinities and NaNs are found, each on its line, and fixed by its rule."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def total(x):
 
 
 def find(fn, *args):
-    """Returns what is found, which has to be something."""
+    """Returns the report, which must not be None."""
     found = look(fn)(*args)
     assert found is not None
     return found
@@ -143,7 +143,7 @@ def test_also_those_of_loops_in_loops():
     assert 3 * outer + inner + 1 == 16
 
 
-# What is infinite on purpose, or dropped, is nothing to report.
+# Numbers that are infinite on purpose, or dropped, are not reported.
 FINE = {
     "a mask of -inf": lambda w, x: total(jax.nn.softmax(w.at[0].set(-jnp.inf) * x)),
     "where -1e9 in float16": lambda w, x: jax.nn.softmax(
@@ -283,7 +283,7 @@ def test_nothing_is_printed_and_nothing_raises(capfd):
     assert "[" not in capfd.readouterr().out
 
 
-# Rules: each is pasted into the program's policy, and mends it
+# Rules: each is pasted into the program's policy, and fixes it
 
 
 def saturated(w, x):
@@ -308,9 +308,9 @@ def written_in_float16(w, x):
 
 
 WIDE, TALL = jnp.full((4, 4), 3.0), jnp.ones((2, 4))
-# A function, the policy map, the scope, the rule that mends it, and the end of the cause.
+# A function, the policy map, the scope, the rule that fixes it, and the end of the cause.
 UNDER_AUTOCAST = [
-    # The result of log is infinite in float32, too: what logistic rounds to 1 is the cause.
+    # The result of log is infinite in float32, too: the cause is that logistic rounds to 1.
     (saturated, "c=bf16; op.logistic: bf16", "", "op.logistic: f32", "numbers that 16 bits lost"),
     (layer_in_a_scan, "c=f16; op.exp: f16", "layer", "*/layer: f32", ""),
     # Autocast makes nothing wider than the code has it, and plain code has no rules.
@@ -337,7 +337,7 @@ def test_the_rule_for_autocast_is_replayed(fn, policy, scope, rule, cause):
     ("framework", "rule"),
     [
         ("haiku", "*/plant: f32"),  # a call that returns the output dtype of the map
-        ("equinox", "*/plant: c=f32,o=f32"),  # what it returns is beyond float16, too
+        ("equinox", "*/plant: c=f32,o=f32"),  # its result is beyond float16, too
     ],
 )
 def test_the_rule_for_a_module_is_replayed(framework, rule):

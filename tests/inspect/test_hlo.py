@@ -38,7 +38,7 @@ def lowered(fn, *shapes, **options):
 
 
 def readings(program):
-    """What is read from a program as JAX wrote it, after XLA's partitioner, and compiled."""
+    """The reports on a program as JAX wrote it, after XLA's partitioner, and compiled."""
     text, compiled = partitioned(program)
     return [look(each).collectives for each in (program, text, compiled)]
 
@@ -168,7 +168,7 @@ def test_all_branches_of_a_conditional_count_and_are_marked():
     assert "All branches" in str(look(program))
 
 
-# What travels
+# Sources and results of collectives
 
 
 @jax.custom_vjp
@@ -178,7 +178,7 @@ def custom(x):
 
 custom.defvjp(lambda x: (bf16(x), None), lambda _, g: (g.astype(jnp.float32),))
 
-# What is gathered, of two parameters `w`, of shape (3, 16, 8) on a device, and `v`, of (16, 8).
+# Gathers of two parameters: `w`, of shape (3, 16, 8) on a device, and `v`, of (16, 8).
 COPIES = {
     "as it is": lambda w, v: w,
     "sliced": lambda w, v: w[1],
@@ -275,7 +275,7 @@ def by_hand(dtype):
 
 
 def under_jit(mesh=MESH):
-    """The same under jit, where XLA's partitioner inserts what shardings need."""
+    """The same under jit, where XLA's partitioner inserts the collectives that shardings need."""
     split = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
     rows = NamedSharding(mesh, ROWS)
     step = lambda params, x: step_of(lambda w: w, jnp.bfloat16)(params, x)[:2]  # noqa: E731
@@ -343,7 +343,7 @@ def test_the_outputs_that_a_gradient_becomes():
         assert "grad -> result[0]['head']" in str(report)
 
 
-# What XLA inserts
+# Collectives that XLA inserts
 
 OUTSIDE = "Outside of shard_map, XLA may insert more collectives: lowered.compile() has them."
 

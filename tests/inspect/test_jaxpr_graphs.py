@@ -90,7 +90,7 @@ def test_walks_yield_each_node_once_the_nearest_first(rng):
 
     back = functools.partial(graph.back, graph.outputs)
     assert walked(back(lambda node: node.operands)) == "add cos tanh sin exp"
-    assert walked(back(lambda node: node.operands, 3)) == "add"  # three are known behind it
+    assert walked(back(lambda node: node.operands, 3)) == "add"  # three are known before it
     stop = lambda node: () if node.name == "cos" else node.operands  # noqa: E731
     assert walked(back(stop)) == "add cos tanh exp sin"
     assert walked(back(lambda node: ())) == "add" and not walked(graph.back([], lambda node: ()))
@@ -110,7 +110,7 @@ def test_a_walk_follows_a_loop_once_and_a_node_tells_what_holds_it(rng):
     assert [node.name for node in sine.outwards][::2] == ["sin", "scan"]
 
 
-# Watched programs compute what they compute unwatched, and each equation is seen as it runs.
+# Watched programs compute the same as unwatched ones, and each equation is seen as it runs.
 
 
 @jax.custom_jvp
@@ -149,7 +149,7 @@ def nested(x):
     return lax.fori_loop(0, 3, body, x)
 
 
-# What turns an array into one of the same shape, differentiable or not.
+# Functions from an array to one of the same shape, differentiable or not.
 PIECES = {
     "jit": jax.jit(lambda x: jax.jit(jnp.sin)(x) + jnp.sin(x)),
     "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
@@ -297,7 +297,7 @@ def test_one_reduction_looks_at_all_between_two_products(rng):
     assert len(search.watched) == 21 * 6 and 1 <= len(reductions) <= 14
 
 
-# Keys: what shares one, and what does not.
+# Keys: programs that share one, and programs that do not.
 
 
 def key(fn, *args):
@@ -347,7 +347,7 @@ def test_another_program_has_another_key():
         key(lambda x, y: (x - y, x), X, y),
         key(lambda x: x * zero, X),
         key(lambda x: x * -zero, X),
-        # A function with a rule differs by what it runs.
+        # A function with a custom rule differs by the program that it runs.
         key(AGAIN["custom_vjp"], X),
         key(lambda x: jnp.tanh(x) * 2, X),
     ]

@@ -1,4 +1,4 @@
-"""`plan`: counts of the trace, and what a compiler says, here that of CPUs in place of a chip's."""
+"""`plan`: counts of the trace, and the answers of a compiler, here of CPUs in place of a chip."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jmpx
 
-# No chip's compiler is there: the parts are replaced that look for it, and that ask it.
+# No chip's compiler is here: the tests replace the functions that look for it and that ask it.
 from jmpx._inspect.plan import api, chips, compiling
 from jmpx._inspect.plan.chips import CHIPS, Chip
 
@@ -100,7 +100,7 @@ def test_without_a_compiler_a_sentence_names_the_extra_and_the_trace_is_counted(
         assert str(report).count("pip install") == 1
         assert all(row.products and row.peak is None for row in report.rows)
     monkeypatch.setattr(chips, "GPU_VERSIONS", ("0.1.2",))
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # which the bar needs not
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # the bar does not need it
     assert "use JAX 0.1.2" in plan(make_step, chip="h100").notes[0]
 
 
@@ -112,7 +112,7 @@ def test_topologies_have_as_many_chips_or_more():
         assert chip.platform != "cuda" or chip.device in place["target_config"]
 
 
-# What the compiler says.
+# Answers of the compiler.
 
 
 def with_equinox(policy):
@@ -237,7 +237,7 @@ def test_64_bits(asked):
     assert (row.error, row.peak) == ("", 2 * 8 * 1024)
 
 
-# What was compiled is kept.
+# Answers are kept.
 
 
 def test_a_program_is_compiled_once(asked, cache, monkeypatch):
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(asked, cache):
     assert plan(tiny).rows[0].error == ""
 
 
-# What fails is a row.
+# A failure is a row.
 
 
 def refusing(policy):

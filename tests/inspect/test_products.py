@@ -30,7 +30,7 @@ def read(fn, *args, platform="cuda"):
     return jmpx.inspect.compiled(lowered(fn, *args, platform=platform))
 
 
-# What JAX lowers for a platform, without its compiler.
+# Programs lowered for a platform, without its compiler.
 
 
 def loss_fn(params, x):
@@ -208,7 +208,7 @@ def test_steps_of_equinox_and_nnx_are_read():
         assert kinds == [("all-reduce", True, 1)]
 
 
-# What a compiled program keeps.
+# The memory of compiled programs.
 
 
 def test_memory_is_that_of_one_device():
@@ -240,7 +240,7 @@ def test_a_backend_that_says_nothing_of_memory(monkeypatch, said):
     assert report.memory is None and str(report).endswith("no products\n\nno collectives")
 
 
-# What compilers for GPUs and TPUs wrote.
+# Texts that compilers for GPUs and TPUs wrote.
 
 FOLDER = Path(__file__).parent
 GPU = (FOLDER / "gpu.hlo").read_text()

@@ -1,4 +1,4 @@
-"""The ranges of programs, against what NumPy and float32 programs compute, and what they print."""
+"""The ranges of programs, against NumPy and programs in float32, and their texts."""
 
 import collections
 import functools
@@ -182,7 +182,7 @@ def test_infinities_and_nans_do_not_count_as_overflows(rng):
 
 @pytest.mark.thorough
 def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
-    """And the numbers of a loss scale do not count."""
+    """The numbers of a loss scale do not count."""
     w, x = normal(rng, 4, 3), normal(rng, 5, 4)
 
     def loss_fn(w):

@@ -1,4 +1,4 @@
-"""What is counted of an array: against NumPy's float64, and against casts to the real formats."""
+"""The counts of an array, against NumPy's float64, and against casts to the real formats."""
 
 import functools
 
@@ -116,7 +116,7 @@ def test_the_largest_scale_does_not_overflow_and_twice_it_does(dtype, rng):
     largest = float(jnp.finfo(dtype).max)
     near = largest * np.concatenate([1 + rng.uniform(-0.1, 0.1, 50), [1, 2.0**-9, 3e-5]])
     for number in np.minimum(near, 3.4028234e38).astype(np.float32):
-        exponent = measure(np.asarray([number])).room(dtype)
+        exponent = measure(np.asarray([number])).head_room(dtype)
         for more in (0, 1):
             scaled = float(number) * 2.0 ** (exponent + more)
             found = rounded_once(np.asarray([scaled]), np.dtype(getattr(jnp, dtype)))

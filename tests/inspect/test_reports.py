@@ -1,4 +1,4 @@
-"""What all reports share: HTML for notebooks, JSON, and text."""
+"""All reports: HTML for notebooks, JSON, and text."""
 
 import functools
 import html

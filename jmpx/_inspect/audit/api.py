@@ -11,7 +11,7 @@ from jmpx._inspect.audit.report import (
     Finding,
     alike_groups,
     common,
-    without_numbers,
+    numbers_to_stars,
 )
 from jmpx._inspect.audit.step import (
     AuditedStep,
@@ -20,14 +20,13 @@ from jmpx._inspect.audit.step import (
     UntriedFinding,
     is_half_product,
 )
-from jmpx._inspect.audit.values import flops
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
 
-# Each file has `KINDS` and `search`. The first to run explains operations to the others.
+# Each file has `KINDS` and `search`. `rounding` runs first: the others skip what it explains.
 _SEARCHES = (rounding, leaks, hazards, hardware)
 KINDS: dict[str, FindingKind] = {kind.name: kind for each in _SEARCHES for kind in each.KINDS}
 _MOST = 12  # rules that are tried in one audit; each is one more trace
@@ -99,7 +98,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
     return run
 
 
-# Findings
+# --- Findings ---
 
 _Key: TypeAlias = tuple[str, Place | None, str]
 
@@ -117,7 +116,7 @@ def _find(graph: Graph, platform: str | None) -> tuple[UntriedFinding, ...]:
 def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
     """Merges findings of one name, place and scope, and sorts them by severity and size.
 
-    Each has the message and the remedies of the first finding of the worst severity.
+    A merged finding has the message and the remedies of the worst one, the first if several are.
     """
     groups: dict[_Key, list[UntriedFinding]] = {}
     for found in findings:
@@ -133,15 +132,14 @@ def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
 
 def _rank(found: UntriedFinding) -> tuple[object, ...]:
     f = found.finding
-    sizes = -f.flops, -f.nbytes, -f.count
-    return (SEVERITIES.index(f.severity), *sizes, f.name, str(f.place))
+    return SEVERITIES.index(f.severity), -f.flops, -f.nbytes, -f.count, f.name, str(f.place)
 
 
-# Rules on trial
+# --- Rules on trial ---
 
 
 class _Seen(NamedTuple):
-    """A program under a rule, as it is compared with the program without it."""
+    """The properties in which a program under a rule is compared with the program without it."""
 
     findings: dict[_Key, str]  # the severities of its findings
     half: int  # the FLOPs of its products in 16 bits
@@ -149,19 +147,19 @@ class _Seen(NamedTuple):
 
 def _seen(graph: Graph, findings: Sequence[UntriedFinding]) -> _Seen:
     severities = {_key(each.finding): each.finding.severity for each in findings}
-    return _Seen(severities, sum(flops(node) for node in graph.nodes if is_half_product(node)))
+    return _Seen(severities, sum(node.flops for node in graph.nodes if is_half_product(node)))
 
 
 def _tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
-    """Returns the findings in a graph, each with a rule that was seen to mend it, or with advice.
+    """Returns the findings in a graph, each with a rule that was seen to fix it, or with advice.
 
-    A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
-    neither the finding nor a new one that is worse, and no fewer FLOPs of products in 16 bits, but
-    for those of the finding itself. Layers that are alike share a rule.
+    A rule fixes a finding if the program, traced with the rule at the end of its policy maps, has
+    neither the finding nor a worse new one, and loses no FLOPs of products in 16 bits except those
+    of the finding itself. Layers that are alike share a rule.
     """
     found = _find(graph, platform)
     findings = tuple(each.finding for each in found)
-    if not graph.program.takers:
+    if not graph.program.mapped_by:
         return findings
     trials, tried = _Trials(graph, platform, found), dict[_Key, Finding]()
     for group in alike_groups(findings):
@@ -178,10 +176,10 @@ class _Trials:
         self._graph, self._platform = graph, platform
         self._found = {_key(each.finding): each for each in found}
         self._remedies, self._before = Remedies(graph), _seen(graph, found)
-        self._after: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced so
+        self._after: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced
 
     def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
-        """Returns the first rule that mends a group, or "", and a sentence with `{}` for advice."""
+        """Returns the first rule that fixes a group, or "", and a sentence with `{}` for advice."""
         is_leak = self._found[_key(group[0])].kind in leaks.KINDS
         own = 0 if is_leak else sum(finding.flops for finding in group)
         rank, second = SEVERITIES.index(group[0].severity), ""
@@ -195,25 +193,28 @@ class _Trials:
             new = self._worst_new(rule, group, own)
             if new is not None and new > rank:
                 return text, "{}"
-            # A new finding that is as bad has a rule of its own: a norm in float32, then a layer.
+            # A new finding that is equally bad has its own rule: a norm in float32, then a layer.
             second = second or (text if new == rank else "")
         is_lost = candidates and not second
         return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"
 
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
-        """Returns the rules for a group of layers out of those for each of them."""
+        """Returns the rules that apply to a whole group of layers that are alike."""
         columns = zip(*map(self._rules, group), strict=False)
-        alike = [column for column in columns if len(set(map(without_numbers, column))) == 1]
+        alike = [column for column in columns if len(set(map(numbers_to_stars, column))) == 1]
         return {text: parse_rule(text) for text in map(common, alike)}
 
     def _rules(self, finding: Finding) -> list[str]:
-        """Returns the rules that may mend a finding, without those of an outermost module."""
+        """Returns the rules that may fix a finding, except those for an outermost module."""
         found = self._found[_key(finding)]
         texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
-        return [t for t in texts if not self._remedies.is_of_all(parse_rule(t))]
+        return [text for text in texts if not self._graph.selects_all(parse_rule(text))]
 
     def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:
-        """Returns how bad new findings are under a rule, 0 the worst; None if it mends nothing."""
+        """Returns the rank of the worst new finding under a rule; None if the rule fixes nothing.
+
+        Ranks are indices of `SEVERITIES`, whose length stands for no new finding.
+        """
         if rule not in self._after:
             self._after[rule] = self._traced(rule)
         old, after = self._before, self._after[rule]
@@ -227,7 +228,7 @@ class _Trials:
     def _traced(self, rule: Rule) -> _Seen | None:
         try:
             program = self._graph.program.with_rules(rule)
-        except Exception:  # such as the carry of a user's loop, which would change its dtype
+        except Exception:  # such as JAX's for a loop whose carry would change its dtype
             return None
         graph = Graph(program, self._platform)
         return _seen(graph, _find(graph, self._platform))

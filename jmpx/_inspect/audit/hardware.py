@@ -1,14 +1,13 @@
-"""Findings that depend on the platform: how it multiplies float32, and attention on a GPU."""
+"""Findings that depend on the platform: how it multiplies float32, and attention on GPUs."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, UntriedFinding
-from jmpx._inspect.audit.values import CAST, compute_dtype, flops, is_low, is_product
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.audit.values import CAST, compute_dtype
+from jmpx._inspect.graph import Graph, Node, Value, where
 from jmpx._inspect.text import bytes_text, count_text
-from jmpx._inspect.where import where
 from jmpx._remat.saving import is_batched_product
 
 _PLATFORM = FindingKind("platform-product")
@@ -22,7 +21,7 @@ DIGITS = {"bfloat16": 8, "TF32": 11}  # of a factor, in bits; float32 has 24
 def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     """Yields `platform-product` for a TPU or a GPU, and `unfused-attention` for a GPU.
 
-    The products of a backward pass follow those of the forward pass, on whose lines they are found.
+    Products of a backward pass are reported with those of the forward pass, which cause them.
     """
     if step.platform in MULTIPLIES_IN:
         yield from _products(step, MULTIPLIES_IN[step.platform])
@@ -35,9 +34,9 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
 
 
 def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
-    products = [node for node in step.graph.nodes if is_product(node)]
+    products = [node for node in step.graph.nodes if node.is_product]
     forward = [node for node in products if not node.is_backward]
-    # Float32 products for which neither the code nor a policy says how to multiply.
+    # Float32 products without a precision, from the code or from a policy.
     found = [
         node
         for node in forward
@@ -45,36 +44,36 @@ def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
         and node.eqn.params["precision"] is None
     ]
     bits = f"in {inside}, whose factors keep {DIGITS[inside]} of 24 bits"
-    if found and not any(is_low(value) for node in products for value in node.operands):
-        # One rule mends all products of a model in float32: one finding, of no scope.
-        count, total = sum(node.times for node in found), sum(map(flops, found))
+    if found and not any(value.is_low for node in products for value in node.operands):
+        # One rule fixes all products of a float32 model: one finding, outside of scopes.
+        count, total = sum(node.times for node in found), sum(each.flops for each in found)
         text = f"The hardware multiplies {count_text(count, 'float32 product')} {bits}."
         advice = "matmul=highest in the default policy, or jax.default_matmul_precision('highest')"
         one = step.found(_PLATFORM, "high", found[0], text, advice, count=count, flops=total)
         yield one._replace(finding=one.finding._replace(scope=""))
         return
     for node in found:
-        policy, selector = step.graph.policy(node), step.graph.selector(node)
+        policy, selector = step.graph.policy(node), node.selector
         is_full = bool(policy) and compute_dtype(policy) == np.float32
         is_asked = is_full or where(node.scope).is_full
         why = ", though a rule asks for float32" if is_asked else ""
         text = f"The hardware multiplies this float32 product {bits}{why}."
         rules = () if selector is None else (f"{selector}: m=highest",)
         advice, severity = "precision='highest' of the product", "high" if is_asked else "low"
-        yield step.found(_PLATFORM, severity, node, text, advice, *rules, flops=flops(node))
+        yield step.found(_PLATFORM, severity, node, text, advice, *rules, flops=node.flops)
 
 
 def _is_low_batched(node: Node) -> bool:
-    """Whether a node is a matrix product with dimensions of a batch, of operands in 16 bits."""
+    """Whether a node is a batched matrix product of 16-bit operands."""
     is_batched = not node.is_structure and is_batched_product(node.eqn)
-    return is_batched and all(map(is_low, node.operands[:2]))
+    return is_batched and all(each.is_low for each in node.operands[:2])
 
 
 def _meets_softmax(node: Node) -> bool:
-    """Whether exponentials of a product are summed, and reach the next product, also batched."""
+    """Whether exponentials of a product are summed, and reach another batched product."""
 
     def through(node: Node) -> list[Value]:
-        return [] if node.is_backward or is_product(node) else node.results
+        return [] if node.is_backward or node.is_product else node.results
 
     readers = Graph.forward(node.results, through)
     summed = [node for node in readers if node.name == "exp" and _is_summed(node)]

@@ -11,15 +11,13 @@ from jmpx._inspect.audit.step import AuditedStep, FindingKind, Remedies, Untried
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
-    before,
     is_at_most_zero,
-    is_low,
     is_sum_of_exponentials,
     is_view,
-    number,
-    source,
+    number_of,
+    unmoved,
 )
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.graph import Graph, Node, Value, before
 from jmpx._jaxprs.marks import ROUNDED
 
 _EXP = FindingKind("low-exp", Remedies.wider_operations)
@@ -40,32 +38,32 @@ _Hazard: TypeAlias = tuple[str, str] | None
 def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     """Yields `low-exp`, `low-sum`, `low-collective`, `rounded-gradient` and `low-carry`.
 
-    A backward pass repeats the operations of its forward pass, on whose lines they are found. Its
-    own are only the sums of the gradients of one row of a table, or of one parameter.
+    Operations that a backward pass repeats are found in the forward pass. Only sums of gradients,
+    of one row of a table or of one parameter, are its own.
     """
     for node in step.graph.nodes:
         if node.name == CAST and ROUNDED in node.scope:
             yield from _gradient(step, node)
-        elif node.is_carry and is_low(node.results[0]):
+        elif node.is_carry and node.results[0].is_low:
             yield from _carry(step, node)
-        dtype = next((value.dtype for value in node.operands if is_low(value)), None)
+        dtype = next((value.dtype for value in node.operands if value.is_low), None)
         if dtype is None or node.is_structure or node in step.explained:
             continue
         if node.name in _HAZARDS and not node.is_backward:
             yield from _numeric(step, node, dtype)
         elif node.name in _COLLECTIVES and (axes := _named_axes(node)):
             yield _collective(step, node, dtype, axes)
-        elif node.name in _TERMS and is_low(node.results[0]):
+        elif node.name in _TERMS and node.results[0].is_low:
             yield from _sum(step, node, dtype)
 
 
-# What 16 bits hold
+# --- Limits of 16 bits ---
 
 
 def _largest_count(dtype: np.dtype) -> int:
     """Returns up to which number a dtype holds all integers: 256 for bfloat16, 2048 for float16.
 
-    A sum in that dtype that is as large does not change when 1 is added.
+    A sum in that dtype that has reached it no longer changes when 1 is added.
     """
     return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
 
@@ -76,21 +74,21 @@ def _digits(dtype: np.dtype) -> str:
 
 
 def _worst(dtype: np.dtype) -> str:
-    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
+    """Returns the severity of a hazard that concerns range in float16, and digits in bfloat16."""
     return "high" if dtype == jnp.float16 else "medium"
 
 
 def _low_nbytes(node: Node) -> int:
     """Returns the bytes of the 16-bit operands of all runs of a node."""
-    return node.times * sum(value.nbytes for value in node.operands if is_low(value))
+    return node.times * sum(value.nbytes for value in node.operands if value.is_low)
 
 
-# Exponentials and their like
+# --- Exponentials and similar functions ---
 
 
 def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
     hazard = _HAZARDS[node.name](node, dtype)
-    if hazard is not None and any(source(value).constant is None for value in node.operands):
+    if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
         severity, what = hazard
         advice = f"x.astype(jnp.float32) before {node.name}"
         message = f"{node.name} in {dtype.name} {what}."
@@ -137,7 +135,7 @@ def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
 
 
 def _is_derivative(node: Node) -> bool:
-    """Whether an exponential comes with the gradient of `expm1` or, as `exp(-x**2)`, of `erf`."""
+    """Whether an exponential is a part of the derivative of `expm1`, or of `erf`: `exp(-x**2)`."""
     values, functions = node.operands, ("expm1",)
     negated = values[0].node
     if negated is not None and negated.name == "neg":
@@ -155,7 +153,7 @@ _HAZARDS: dict[str, Callable[[Node, np.dtype], _Hazard]] = {
 }
 
 
-# Sums of many terms, over devices, and of gradients
+# --- Sums of many terms, over devices, and of gradients ---
 
 
 def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
@@ -165,7 +163,7 @@ def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFind
         return
     severity = "medium"
     if is_scatter:
-        # If there are more terms than all places can hold, at least one place gets too many.
+        # With more terms than all places together can count, some place gets too many.
         places = node.operands[0].size * terms // max(node.operands[2].size, 1)
         severity = "high" if terms > limit * places else "medium"
     what = "The gradient of a lookup" if node.is_backward else node.name
@@ -195,19 +193,18 @@ def _reduced(node: Node) -> int:
 
 
 def _scattered(node: Node) -> int:
-    """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
+    """Returns how many updates a scatter may add to one place; 0 if each place gets one only."""
     operand, indices, updates = node.operands[:3]
     dimensions = node.eqn.params["dimension_numbers"]
     if node.eqn.params["unique_indices"] or _are_distinct(indices):
         return 0
-    rows = math.prod(
-        n for i, n in enumerate(updates.shape) if i not in dimensions.update_window_dims
-    )
+    windows = dimensions.update_window_dims
+    rows = math.prod(n for i, n in enumerate(updates.shape) if i not in windows)
     return rows // max(math.prod(operand.shape[i] for i in dimensions.operand_batching_dims), 1)
 
 
 def _are_distinct(indices: Value) -> bool:
-    """Whether indices are a range of rows, as in `x[jnp.arange(n), labels]`, or sort rows."""
+    """Whether indices hold a range, as in `x[jnp.arange(n), labels]`, or sort rows."""
 
     def through(node: Node) -> list[Value]:
         is_joined = node.name in ("concatenate", "select_n", "add", "clamp")
@@ -217,7 +214,7 @@ def _are_distinct(indices: Value) -> bool:
     return any(node.name in ("iota", "sort", "top_k") for node in nodes)
 
 
-# How many terms each operation adds up
+# How many terms each operation adds up.
 _TERMS: dict[str, Callable[[Node], int]] = {
     "reduce_sum": _reduced,
     "cumsum": lambda node: node.operands[0].shape[node.eqn.params["axis"]],
@@ -240,13 +237,13 @@ def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str])
     advice = (
         "r=f32 in the policy of jmpx's gradient functions, or the cast to float32 before the sum"
     )
-    select = None if node.is_backward else step.graph.selector(node)
+    select = None if node.is_backward else node.selector
     rules = () if select is None else (f"{select}: full",)
     nbytes = _low_nbytes(node)
     return step.found(_COLLECTIVE, _worst(dtype), node, message, advice, *rules, nbytes=nbytes)
 
 
-# Sums that a loop carries
+# --- Sums that a loop carries ---
 
 
 def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
@@ -262,7 +259,7 @@ def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
     node, what = addition, f"The loop sums in a carry in {total.dtype.name}"
     advice = "start the carry in float32, as jnp.zeros(shape, jnp.float32), and add in float32"
     if addition.is_backward:
-        if severity != "high":  # each scan over layers sums gradients of values from outside
+        if severity != "high":  # every scan over layers sums gradients of values it closes over
             return
         node = carry  # The lines of the addition itself differ between versions of JAX.
         what = f"The gradient of a value that the loop closes over is summed in {total.dtype.name}"
@@ -274,7 +271,7 @@ def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
 
 
 def _addition(carry: Node) -> tuple[Node | None, float]:
-    """Returns the addition to a carry that is a plain sum, else None, and its decay.
+    """Returns the addition by which a carry is a plain sum, or None, and its decay.
 
     The decay is the number by which each trip multiplies the carry, as in a moving average.
     """
@@ -284,7 +281,7 @@ def _addition(carry: Node) -> tuple[Node | None, float]:
     while pending:
         value, addition, addends, decay = pending.pop()
         if value is old:
-            # The addends of a plain sum do not depend on it, as those of a residual stream do.
+            # The addends of a plain sum do not depend on the sum; those of a residual stream do.
             behind = Graph.back(addends, lambda node: node.operands)
             if addition is not None and carry not in behind:
                 return addition, decay
@@ -298,7 +295,7 @@ def _addition(carry: Node) -> tuple[Node | None, float]:
 
 
 def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
-    """Returns the operands that may be the sum so far, with their factors and their addends."""
+    """Returns the operands that may be the sum so far, each with its factor and its addend."""
     if node is None:
         return []
     if is_view(node):
@@ -310,14 +307,15 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
     left, right = node.operands
     both = [(left, right), (right, left)]
     if node.name == "mul":
-        factors = ((value, number(other)) for value, other in both)
+        factors = ((value, number_of(other)) for value, other in both)
         return [(value, by) for value, by in factors if by is not None and 0 < by <= 1]
     both = both[: 1 + (node.name != "sub")]
-    return [(value, 1.0, other) for value, other in both if not _is_of_own_part(source(other).node)]
+    return [(value, 1.0, other) for value, other in both if not _is_of_own_part(other)]
 
 
-def _is_of_own_part(node: Node | None) -> bool:
-    """Whether an addend is 0 except for a part of its own, as the gradient of `x[i]` is."""
+def _is_of_own_part(addend: Value) -> bool:
+    """Whether an addend is 0 except in one part, as the gradient of `x[i]` is."""
+    node = unmoved(addend).node
     if node is None or node.name != "dynamic_update_slice":
         return False
-    return number(node.operands[0]) == 0
+    return number_of(node.operands[0]) == 0

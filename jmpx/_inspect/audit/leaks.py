@@ -1,22 +1,12 @@
-"""Findings: float32 where a step means to compute in 16 bits."""
+"""Findings: float32 in a step that is meant to compute in 16 bits."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
-from jmpx._inspect.audit.values import (
-    LOW,
-    MOVES_AND_CASTS,
-    WIDE,
-    before,
-    flops,
-    half_dtype,
-    is_product,
-    number,
-    reaches_end,
-)
-from jmpx._inspect.graph import Node, Value
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
+from jmpx._inspect.graph import LOW, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import Place
 
@@ -32,14 +22,14 @@ _LARGE = 0.05  # of all bytes that are saved for the backward pass
 def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     """Yields the findings about float32 that leaks into a step of 16 bits.
 
-    A leak is less severe if its share of the FLOPs and of the saved bytes is small. The shares of
-    one line are added up, because a line may run in many layers.
+    A leak is less severe if its share of the FLOPs and of the saved bytes is small. Shares are
+    added up by line, because a line may run in many layers.
     """
     if not step.streams.is_half:
         return
     leaks = _Leaks(step)
     found = [*leaks.of_streams(), *leaks.of_backward()]
-    products = max(sum(map(flops, step.graph.nodes)), 1)
+    products = max(sum(each.flops for each in step.graph.nodes), 1)
     shares = defaultdict[tuple[str, Place | None], float](float)
     for _, each, *_ in found:
         share = max(each.flops / products, each.nbytes / max(step.streams.saved, 1))
@@ -57,17 +47,18 @@ class _Leaks:
     def __init__(self, step: AuditedStep) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
         self._half = half_dtype(step.graph)
-        # The wide products of the backward pass, by where their forward products are.
+        # The wide products of the backward pass, by the keys of their forward products.
         self._backward: dict[Key, list[Node]] = {}
         for node in self._graph.nodes:
-            is_wide = any(value.dtype in WIDE for value in node.operands[:2])
-            if node.is_backward and is_product(node) and is_wide:
+            is_wide = any(value.is_wide for value in node.operands[:2])
+            if node.is_backward and node.is_product and is_wide:
                 self._backward.setdefault(step.key(node), []).append(node)
-        for node in filter(is_product, self._streams.forward):
-            is_low = all(value.dtype in LOW for value in node.operands[:2])
-            is_sum = is_low and node.results[0].dtype in WIDE
+        for node in (each for each in self._streams.forward if each.is_product):
+            is_low = all(value.is_low for value in node.operands[:2])
+            is_sum = is_low and node.results[0].is_wide
             is_told = node in step.explained or self._streams.is_asked(node)
-            # A loss should read float32 sums of 16-bit products, though they widen the backward.
+            # A loss should read float32 sums of 16-bit products, although these widen the
+            # backward pass.
             if is_told or (is_sum and reaches_end(node, avoided=LOW)):
                 self._backward.pop(step.key(node), None)
 
@@ -77,13 +68,13 @@ class _Leaks:
         causes: dict[object, list[Stream]] = {}
         for stream in self._streams.found:
             if stream.kind == "product":
-                # One change mends all products that read the result of one operation.
+                # One change fixes all products that read the result of one operation.
                 cause = self._streams.origin(stream.cause) or stream
                 causes.setdefault(cause, []).append(stream)
             elif stream.products or stream.widened:
                 yield self._promotion(stream)
             elif stream.nbytes and not stream.is_island:
-                saved.setdefault(self._graph.place(stream.node), []).append(stream)
+                saved.setdefault(stream.node.place, []).append(stream)
         yield from map(self._product, causes.values())
         for streams in saved.values():
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
@@ -91,35 +82,35 @@ class _Leaks:
                 yield from (self._saved(each, share) for each in streams)
 
     def of_backward(self) -> Iterator[UntriedFinding]:
-        """Yields findings about backward products that are wide though the forward ones are not."""
+        """Yields findings about wide backward products whose forward products are not wide."""
         for nodes in self._backward.values():
-            is_mixed = any(value.dtype in LOW for node in nodes for value in node.operands[:2])
+            is_mixed = any(value.is_low for node in nodes for value in node.operands[:2])
             kind = _MIXED if is_mixed else _FLOAT32
             text = (
                 "The backward pass of a product runs in float32, because its result is float32 "
                 f"while its operands are {self._half}."
             )
             advice = "leave out preferred_element_type, and cast the result with .astype instead"
-            sizes = {"count": sum(node.times for node in nodes), "flops": sum(map(flops, nodes))}
-            yield self._step.found(kind, "medium", nodes[0], text, advice, **sizes)
+            count, flops = sum(node.times for node in nodes), sum(node.flops for node in nodes)
+            yield self._step.found(kind, "medium", nodes[0], text, advice, count=count, flops=flops)
 
     def _found(
         self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
         streams: Sequence[Stream],
     ) -> UntriedFinding:  # fmt: skip
-        """Returns a finding about streams, with the backward products that mirror theirs."""
+        """Returns a finding about streams, which counts the backward products of theirs, too."""
         products = [product for stream in streams for product in stream.products]
         for key in dict.fromkeys(map(self._step.key, products)):
             products += self._backward.pop(key, ())
         sizes = {
             "count": node.times if len(streams) == 1 else sum(s.node.times for s in streams),
-            "flops": sum(map(flops, products)),
+            "flops": sum(each.flops for each in products),
             "nbytes": sum(stream.nbytes for stream in streams),
         }
         return self._step.found(kind, severity, node, message, *remedy, **sizes)
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
-        """Returns the finding about products that one change mends."""
+        """Returns the finding about products that one change fixes."""
         node, wide = streams[0].node, streams[0].cause
         what = "convolution" if node.name.startswith("conv") else "product"
         runs, here = f"A {what} runs", ""
@@ -137,7 +128,7 @@ class _Leaks:
             named = self._named(cause, node)
             message = f"A {self._half} array meets {named} and goes on in float32{behind}."
             remedy = self._remedy(node, cause)
-        elif carries := [each for each in node.results[0].readers if each.name == "carry"]:
+        elif carries := [each for each in node.results[0].readers if each.is_carry]:
             node = carries[0]
             message = f"A loop carries {self._half} values in float32{behind}."
             remedy = (f"carry it in {self._half}",)
@@ -160,7 +151,7 @@ class _Leaks:
         return self._found(_SAVED, "medium", stream.node, message, remedy, [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
-        """Returns a part of a sentence: the products and arrays that a leak makes float32."""
+        """Returns a clause that counts the products and arrays that a leak puts into float32."""
         products = sum(node.times for stream in streams for node in stream.products)
         products -= own * sum(stream.node.times for stream in streams)
         arrays = sum(node.times for stream in streams for node in stream.widened)
@@ -173,21 +164,21 @@ class _Leaks:
         dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
         if source.kind == "input":
             return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
-        if (known := number(source)) is not None:
+        if (known := number_of(source)) is not None:
             return f"the {dtype} number {known:.6g} (of NumPy, or an array)"
         origin = self._streams.origin(value)
-        place = None if origin is None else self._graph.place(origin)
-        made = "" if place in (None, self._graph.place(node)) else f" that is made at {place}"
+        place = None if origin is None else origin.place
+        made = "" if place in (None, node.place) else f" that is made at {place}"
         return f"a {dtype} array{made}"
 
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
-        """Returns advice against a leak, and behind it a rule that may do the same."""
+        """Returns advice against a leak, followed by a rule that may do the same."""
         source = None if cause is None else before(cause, MOVES_AND_CASTS)
-        if source is not None and number(source) is not None:
+        if source is not None and number_of(source) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
-        if is_product(node) and self._streams.is_written(node):
+        if node.is_product and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
-            # The loss should read the float32 sums, which do not need float32 operands.
+            # The loss should read float32 sums, which do not need float32 operands.
             by = ", with preferred_element_type" if reaches_end(node) else ""
             return (f"{advice}{by}", *self._rules(node))
         if source is not None and source.kind != "input":
@@ -198,8 +189,8 @@ class _Leaks:
         return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
 
     def _rules(self, node: Node) -> Iterator[str]:
-        """Yields the rule by which a node's module computes in 16 bits, overriding its `dtype`."""
-        selector = self._graph.selector(node)
+        """Yields the rule that makes a node's module compute in 16 bits, whatever its `dtype`."""
+        selector = node.selector
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"

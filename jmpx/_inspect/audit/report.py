@@ -19,24 +19,24 @@ _SHARES, _FINDINGS, _SCOPES = 6, 8, 16  # how many of each the text shows, unles
 _MORE = "more {}: print(report.to_text(all=True))"
 
 
-# Data
+# --- Data ---
 
 
 class Finding(NamedTuple):
-    """Something that costs precision, range, time or memory, and that the program need not do.
+    """A use of dtypes that costs precision, range, time or memory, and can be avoided.
 
     Attributes:
         name: which kind of finding it is, such as `"low-exp"`.
         severity: `"high"`, `"medium"` or `"low"`.
         message: one sentence: what happens, and why it matters.
-        place: the line of the user's code; None where there is none.
-        scope: the module's path, else the named scopes; empty outside of all.
-        rule: a rule to paste into the policy, such as `"*/head: f32"`, which was seen to mend the
+        place: the line of the user's code; None if there is none.
+        scope: the module's path, else the named scopes; empty outside of both.
+        rule: a rule to paste into the policy, such as `"*/head: f32"`, which was seen to fix the
             finding; empty if none was.
-        advice: what to write in the code; empty if nothing is known.
-        count: how many operations do so, at this place in this scope.
-        flops: their floating-point operations; 0 where these say nothing.
-        nbytes: the bytes of their values; 0 where these say nothing.
+        advice: what to write in the code; empty if there is no advice.
+        count: how many operations it is about, at this place in this scope.
+        flops: their floating-point operations; 0 if these do not matter.
+        nbytes: the bytes of their values; 0 if these do not matter.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Scope(NamedTuple):
     """The operations of one module or one named scope.
 
     Attributes:
-        path: its path; empty for operations outside of all.
+        path: its path; empty for operations outside of modules and scopes.
         module: the name of the module's class; empty for a named scope.
-        policy: the policy that held; empty where none did.
+        policy: the policy under which it ran; empty if there was none.
         operations: how many operations it has.
         dtypes: the dtypes that it computes in.
         flops: the floating-point operations of its products and convolutions.
@@ -100,18 +100,18 @@ class Scope(NamedTuple):
 class Audit(Report):
     """What `jmpx.inspect.audit` found in a program.
 
-    `print(report)` and notebooks show it, and `report.check` makes it a test.
+    `print(report)` and notebooks show it; `report.check` turns it into a test.
 
     Attributes:
         title: the name of the function.
-        is_step: whether the function was looked at as it is, such as a training step that contains
+        is_step: whether the function was audited as it is, such as a training step that contains
             its gradient; False for a loss, which the audit differentiated in its first argument.
-        platform: the platform that was asked about, such as `"tpu"`; None if none was.
+        platform: the platform that `audit` was given, such as `"tpu"`; None if it was given none.
         products: the matrix products and convolutions by operand dtypes.
         saved: the bytes that are kept for the backward pass, by dtype.
         casts: the casts by source and target.
         scopes: the operations by module or named scope.
-        findings: what leaked, or needs more range or precision; the worst ones first.
+        findings: leaks, and operations that need more range or precision; the worst ones first.
         has_while: whether the program has a while loop, which is counted for one trip.
         uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
 
@@ -172,11 +172,9 @@ class Audit(Report):
             *_shares("Written by casts", casts, bytes_text, is_full),
         ]
         yield "\n".join(lines)
-        loops = (
-            "In a while loop, operations are counted for one trip: how many it makes is unknown."
-        )
+        loop = "In a while loop, operations are counted for one trip: how many it makes is unknown."
         hidden = f"Not counted: {', '.join(self.uncounted)}, whose products are unknown."
-        notes = [loops] * self.has_while + [hidden] * bool(self.uncounted)
+        notes = [loop] * self.has_while + [hidden] * bool(self.uncounted)
         yield "\n".join(map(_wrapped, notes))
         findings = self.findings if is_full else _alike_findings(self.findings)
         shown = findings if is_full else findings[:_FINDINGS]
@@ -208,8 +206,8 @@ class Audit(Report):
             The report itself.
 
         Raises:
-            AssertionError: if the check fails, as checks of `numpy.testing` do, also under
-                `python -O`. The message has the share, and all findings with their lines and rules.
+            AssertionError: if the check fails, also under `python -O`. The message has the share,
+                and all findings with their lines and rules.
             TypeError: if `compute` is not a dtype.
             ValueError: if an argument is not one that is described here.
         """
@@ -257,7 +255,7 @@ def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -
         )
 
 
-# Text
+# --- Text ---
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -311,7 +309,7 @@ def _scope_table(scopes: Iterable[Scope], is_full: bool) -> Table:
     """Returns a table of scopes, or of layers that are alike, those with the most FLOPs first."""
     groups: dict[object, list[Scope]] = {}
     for scope in scopes:
-        like = scope._replace(path=scope.path if is_full else without_numbers(scope.path))
+        like = scope._replace(path=scope.path if is_full else numbers_to_stars(scope.path))
         groups.setdefault(like, []).append(scope)
     rows = [("scope", "", "policy", "dtypes", "operations", "products")]
     size = lambda group: (-len(group) * group[0].flops, -len(group) * group[0].operations)  # noqa: E731
@@ -331,19 +329,19 @@ def _scope_table(scopes: Iterable[Scope], is_full: bool) -> Table:
     return Table(rows, (1, 4, 5), None if is_full else _SCOPES, left_out)
 
 
-# Layers that are alike: their paths differ in numbers alone, and the text shows one for all
+# --- Layers that are alike: their paths differ in numbers alone, and the text shows one for all ---
 
 _NUMBER = re.compile(r"\d+")
 _DECIMAL = re.compile(r"\d+(?:\.\d+)?")  # of a sentence
 
 
-def without_numbers(text: str) -> str:
-    """Returns a path with `*` for each number: equal for the paths of layers that are alike."""
+def numbers_to_stars(text: str) -> str:
+    """Returns a path with `*` for each number: equal for all layers that are alike."""
     return _NUMBER.sub("*", text)
 
 
 def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: str = "*") -> str:
-    """Joins texts that are equal but for numbers, with `differing` for those that differ."""
+    """Joins texts that are equal but for numbers; `differing` replaces numbers that differ."""
     columns = zip(*(number.findall(text) for text in texts), strict=True)
     ranges = [sorted(set(column), key=float) for column in columns]
     parts = iter([r[0] if len(r) == 1 else differing.format(r[0], r[-1]) for r in ranges])
@@ -351,17 +349,18 @@ def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: s
 
 
 def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Returns the findings of each line in layers that are alike."""
+    """Groups findings of one line in layers that are alike."""
     groups: dict[object, list[Finding]] = {}
     for each in findings:
-        remedy, message = without_numbers(each.rule or each.advice), _DECIMAL.sub("*", each.message)
-        key = each.name, each.severity, each.place, without_numbers(each.scope), remedy, message
+        remedy = numbers_to_stars(each.rule or each.advice)
+        message = _DECIMAL.sub("*", each.message)
+        key = each.name, each.severity, each.place, numbers_to_stars(each.scope), remedy, message
         groups.setdefault(key, []).append(each)
     return list(groups.values())
 
 
 def _alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Joins the findings of layers that are alike: the rule of one selects all of these layers."""
+    """Joins the findings of layers that are alike, whose one rule selects all of these layers."""
     return tuple(
         group[0]
         ._replace(

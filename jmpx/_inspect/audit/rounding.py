@@ -1,7 +1,7 @@
 """Findings: logits rounded before a loss, constants beyond float16, and casts that lose digits.
 
-The gradient of a loss with a softmax is a difference of probabilities. Where these are close, as in
-a model that is nearly right, or near its teacher, it is mostly the rounding of the logits.
+The gradient of a loss with a softmax is a difference of probabilities. If these are close, because
+a model is nearly right or near its teacher, the gradient is mostly the rounding of the logits.
 """
 
 from collections import Counter
@@ -11,25 +11,18 @@ import numpy as np
 
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
-    AUTOCAST,
     CAST,
-    LOW,
     MOVES,
     MOVES_AND_CASTS,
-    WIDE,
-    before,
-    call,
-    flops,
     is_at_most_zero,
-    is_product,
     is_view,
     multiplied,
-    number as number_of,
+    number_of,
     reaches_end,
-    source as unmoved,
+    unmoved,
+    user_call,
 )
-from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._inspect.where import modules_of, where
+from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
 
 _LOGITS = FindingKind("rounded-logits", Remedies.wider)
 _CONSTANT = FindingKind("constant-range", Remedies.wider)
@@ -42,12 +35,12 @@ _BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenat
 # Between an exponential and the logarithm of a loss: `log(sum(exp))` or `log(softmax + 1e-6)`.
 _OF_SOFTMAX = frozenset("reduce_sum div add max clamp mul select_n abs".split())
 _TIES = frozenset({"slice", "stack", "result", "join", "shard", "unshard"})
-_FARTHEST = 64  # nodes behind a logarithm that are looked at
-_NEAREST = 4  # products that may add up to the logits; a residual stream has more
+_FARTHEST = 64  # how many nodes before a logarithm are searched
+_NEAREST = 4  # how many products may add up to the logits; a residual stream has more
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
-_MANY = 2**20  # a constant with more numbers is not looked at
+_MANY = 2**20  # larger constants are not searched
 # Primitives whose results may hold a constant among other numbers.
 _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "neg"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
@@ -64,7 +57,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             yield from _casts(step, node)
 
 
-# Logits
+# --- Logits ---
 
 
 def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
@@ -85,8 +78,9 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
                     step.explained.update((node, exponential, *between))
     step.explained.update(rounded)
     sizes = Counter[Key]()  # a product and its backward ones have the same key
-    for node in filter(is_product, step.graph.nodes if rounded else ()):
-        sizes[step.key(node)] += flops(node)
+    for node in step.graph.nodes if rounded else ():
+        if node.is_product:
+            sizes[step.key(node)] += node.flops
     for product, dtype in rounded.items():
         text = (
             f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
@@ -97,7 +91,7 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
 
 
 def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
-    """Returns the operands of a node to go on with, if it is a move or has one of these names."""
+    """Returns the operands of a node to follow, if it is a move or has one of these names."""
     if node.is_structure:
         return node.operands if node.name in _TIES else ()
     if node.name in MOVES or is_view(node):
@@ -106,18 +100,18 @@ def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
 
 
 def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
-    """Returns the products behind a value with the dtypes that round them, and the other nodes."""
+    """Returns the products before a value with the dtypes that round them, and nodes between."""
     found, between = list[tuple[Node, np.dtype]](), list[Node]()
     pending: list[tuple[Value, np.dtype | None]] = [(value, None)]
     seen: set[Value] = set()
     while pending and len(found) < _NEAREST:
         each, low = pending.pop(0)
-        low = each.dtype if each.dtype in LOW else low
+        low = each.dtype if each.is_low else low
         node = each.node
         if node is None or each in seen:
             continue
         seen.add(each)
-        if not is_product(node):
+        if not node.is_product:
             between.append(node)
             pending += [(operand, low) for operand in _through(node, _BETWEEN)]
         elif low is not None:
@@ -126,12 +120,12 @@ def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
 
 
 def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Iterator[str]:
-    """Yields how to write code that keeps logits in float32, then the rule that does the same."""
+    """Yields advice on code that keeps logits in float32, then a rule that does the same."""
     is_matrix_product = product.name == "dot_general" and dtype.name in multiplied(product)
     policy = "product=float32" if is_matrix_product else "compute=float32,output=float32"
-    selector, module = step.graph.selector(product), where(product.scope).module
-    is_autocast = AUTOCAST in step.graph.program.takers
-    # A rule for a module that holds others would be for these, too.
+    selector, module = product.selector, product.module
+    is_autocast = step.graph.program.uses_autocast
+    # A rule for a module that holds other modules would select these, too.
     scopes = {node.scope for node in step.graph.nodes} if module is not None else ()
     has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
     is_selected = selector is not None and (is_autocast if module is None else not has_parts)
@@ -143,14 +137,14 @@ def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Ite
         yield f"{selector}: {policy}"
 
 
-# Constants
+# --- Constants ---
 
 
 def _constant(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about a number that is infinite or 0 in float16."""
-    is_cast = node.name == CAST and node.operands[0].dtype in WIDE
+    is_cast = node.name == CAST and node.operands[0].is_wide
     number = _beyond(node.operands[0]) if is_cast else _lost_literal(node)
-    # Code that asks whether a number is finite replaces it, as autocast does.
+    # Code that tests whether a number is finite replaces it, as autocast does.
     if number is None or any(each.name == "is_finite" for each in node.results[0].readers):
         return
     what = f"The constant {number:g} is" if is_cast else "A number became"
@@ -172,19 +166,19 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     operands = node.operands if node.name in _CHOICES else []
     if node.name in MOVES_AND_CASTS:
         operands = node.operands[:1]
-    is_product = node.name == "mul"
-    if is_product:  # of a mask of ones and a number
+    is_mul = node.name == "mul"
+    if is_mul:  # of a mask of ones and a number
         left, right = node.operands
         operands = [one for one, other in ((left, right), (right, left)) if _is_mask(other)]
-    found = (_beyond(each, depth - 1) for each in operands if each.dtype in WIDE)
-    return next((n for n in found if n is not None and (abs(n) > 1 or not is_product)), None)
+    found = (_beyond(each, depth - 1) for each in operands if each.is_wide)
+    return next((n for n in found if n is not None and (abs(n) > 1 or not is_mul)), None)
 
 
 def _is_mask(value: Value) -> bool:
     """Whether an array is an argument, of booleans or integers, or 1 minus such a mask."""
     value = unmoved(value)
     node = value.node
-    if node is None or value.dtype not in LOW | WIDE:
+    if node is None or not (value.is_low or value.is_wide):
         return value.kind != "literal"
     return node.name == "sub" and number_of(node.operands[0]) == 1
 
@@ -195,15 +189,16 @@ def _beyond_numbers(constant: object) -> float | None:
     except TypeError:  # an abstract array
         return None
     size = np.abs(numbers)
-    # float16 rounds up to its largest and smallest numbers from half a unit beyond.
+    # Numbers up to half a unit beyond the largest and smallest of float16 round to these.
     beyond = np.isfinite(size) & ((size >= _LARGEST + 16) | ((size > 0) & (size <= _SMALLEST / 2)))
     return float(numbers[beyond].flat[0]) if beyond.any() else None
 
 
 def _lost_literal(node: Node) -> float | None:
-    """Returns infinity or 0 if a Python number became that in a float16 array: 0 for an epsilon.
+    """Returns infinity, or 0 for an epsilon, if a Python number became that in float16.
 
-    JAX writes such a number into the program in float16. A 0 in front is the start of a `sum`.
+    JAX writes Python numbers into the program in the dtype of the array. A first operand 0 is the
+    start of a `sum`.
     """
     for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
         number = number_of(value) if value.kind == "literal" else None
@@ -215,7 +210,7 @@ def _lost_literal(node: Node) -> float | None:
 
 
 def _is_kept_from_zero(value: Value) -> bool:
-    """Whether a value is a divisor, or the argument of a logarithm or a root: an epsilon helps."""
+    """Whether a value is divided by, or read by a logarithm or a root: an epsilon helps."""
     return any(
         reader.name in ("log", "rsqrt", "sqrt")
         or (reader.name == "div" and value is reader.operands[1])
@@ -224,7 +219,7 @@ def _is_kept_from_zero(value: Value) -> bool:
     )
 
 
-# Casts
+# --- Casts ---
 
 
 def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
@@ -234,8 +229,8 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     maker = before(source, MOVES).node
     earlier = maker if maker is not None and maker.name == CAST else None
     first = source if earlier is None else earlier.operands[0]
-    stored = source if source.dtype in LOW else first
-    if result.dtype in LOW and stored.dtype in LOW and stored.dtype != result.dtype:
+    stored = source if source.is_low else first
+    if result.is_low and stored.is_low and stored.dtype != result.dtype:
         origin = before(stored, MOVES)
         is_argument = origin.kind == "input"
         name = f"argument `{graph.program.names[origin.index]}`" if is_argument else "value"
@@ -243,7 +238,7 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
         advice = "cast once, from float32, or use one 16-bit dtype"
         yield step.found(_TWICE, "medium", node, text, advice, nbytes=nbytes)
         return
-    is_back = first.dtype in WIDE and source.dtype in LOW and result.dtype in WIDE
+    is_back = first.is_wide and source.is_low and result.is_wide
     if earlier is None or not is_back or step.streams.is_of_leak(result):
         return
     if not _is_meant(graph, node, earlier):
@@ -267,25 +262,25 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
         return True
     if all(map(_is_rounded_lookup, readers)):  # gathers whose gradients jmpx sums in float32
         return True
-    # Otherwise operations of 16 bits read it, too.
-    if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
+    # A value that is not only widened is rounded for operations of 16 bits, too.
+    if graph.program.uses_autocast or not _is_only_widened(earlier.results[0]):
         return True
-    return not graph.policy(node) and call(earlier) == call(node)
+    return not graph.policy(node) and user_call(earlier) == user_call(node)
 
 
 def _is_rounded_lookup(node: Node) -> bool:
-    """Whether a node picks rows that are rounded to 16 bits before anything else reads them."""
+    """Whether a node picks rows that are cast to 16 bits before anything else reads them."""
     if node.name not in ("gather", "dynamic_slice"):
         return False
     readers = [reader for reader in node.results[0].readers if not reader.is_backward]
-    return all(reader.name == CAST and reader.results[0].dtype in LOW for reader in readers)
+    return all(reader.name == CAST and reader.results[0].is_low for reader in readers)
 
 
 def _is_only_widened(value: Value) -> bool:
     """Whether all readers of a 16-bit value in the forward pass cast it up."""
     return all(
         reader.is_backward
-        or (reader.name == CAST and reader.results[0].dtype in WIDE)
+        or (reader.name == CAST and reader.results[0].is_wide)
         or (reader.name in MOVES and _is_only_widened(reader.results[0]))
         for reader in value.readers
     )

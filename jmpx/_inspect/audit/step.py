@@ -1,4 +1,4 @@
-"""What all searches for findings share: the step, its float32 streams, and rules that may mend."""
+"""Shared by the searches for findings: the step, its float32 streams, and rules that may fix it."""
 
 import dataclasses
 import math
@@ -10,24 +10,17 @@ import numpy as np
 from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.report import Finding
 from jmpx._inspect.audit.values import (
-    AUTOCAST,
     CAST,
-    LOW,
     MOVES,
     MOVES_AND_CASTS,
-    WIDE,
-    before,
-    call,
     compute_dtype,
-    flops,
     half_dtype,
-    is_product,
     multiplied,
     outermost_dtype,
+    user_call,
 )
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._inspect.where import modules_of, selector, where
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
@@ -35,7 +28,7 @@ from jmpx._policies.strings import get_policy
 Key: TypeAlias = tuple[str, Place | None]  # where a product is: its path and its line
 
 
-# Streams of float32
+# --- Streams of float32 ---
 
 # Operations that need float32: with one of them, such as a norm, a stream may be an island.
 _OF_ISLANDS = frozenset(
@@ -51,21 +44,20 @@ _OF_ISLANDS = frozenset(
 class Stream:
     """Float32 or float64 values that were computed from 16-bit ones.
 
-    A stream starts where they became wide: at a cast, at a promotion, where a 16-bit array met a
-    wide one, or at a wide product. It ends where they are cast back. It is an island or a leak: an
-    island is a norm, a softmax or a loss that is computed in float32. It returns to 16 bits, or
-    ends in the loss, before a product reads it and before it widens 16-bit results of other
-    modules.
+    A stream starts at a cast, at a promotion, where a 16-bit array meets a wide one, or at a wide
+    product. It ends where its values are cast back. It is an island or a leak. An island is a norm,
+    a softmax or a loss in float32: it returns to 16 bits, or ends in the loss, before a product
+    reads it and before it widens 16-bit results of other modules.
     """
 
     kind: str  # how it starts: `cast`, `promotion` or `product`
     node: Node  # where it starts
     cause: Value | None = None  # the wide value that a 16-bit one met there
-    # The products that are wide because of it, its own among them.
+    # The products that are wide because of it, including the one at which it starts.
     products: list[Node] = dataclasses.field(default_factory=list)
     # The nodes where it widened 16-bit results of another module or function.
     widened: list[Node] = dataclasses.field(default_factory=list)
-    nbytes: int = 0  # of its values that are saved for the backward pass
+    nbytes: int = 0  # the bytes of its values that are saved for the backward pass
     is_island: bool = False  # whether it has one of `_OF_ISLANDS`
     into: "Stream | None" = None  # the stream that it became a part of
 
@@ -88,14 +80,14 @@ class Stream:
 class Streams:
     """The streams of a graph, found in one pass over `forward`.
 
-    `forward` has the nodes that are neither of the backward pass nor read its results.
+    `forward` has the nodes that neither belong to the backward pass nor read its results.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
-        self._casts: dict[Value, Node] = {}  # of values that were only moved since
+        self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -103,12 +95,12 @@ class Streams:
                 after.update(node.results)
             else:
                 self.forward.append(node)
-        # FLOPs of float32 products, and of those that are in 16 bits, or would be without a leak.
+        # FLOPs of products in float32, and of those in 16 bits; leaks count among the latter.
         self._flops = [0, 0]
         for node in self.forward:
             stream = self._visit(node)
             if stream is not None:
-                self._of.update((v, stream) for v in node.results if v.dtype in WIDE)
+                self._of.update((v, stream) for v in node.results if v.is_wide)
         # A step computes in 16 bits if most of its products do, or its outermost policy.
         wide, half = self._flops
         self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
@@ -117,13 +109,13 @@ class Streams:
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
-        if is_product(node):
+        if node.is_product:
             return self._product(node)
-        if not any(value.dtype in WIDE for value in node.results):
+        if not any(value.is_wide for value in node.results):
             return None
         if node.name != CAST:
             return self._combine(node)
-        if node.operands[0].dtype not in LOW:
+        if not node.operands[0].is_low:
             return self._of.get(node.operands[0])
         self._casts[node.results[0]] = node
         return self._start("cast", node)
@@ -133,8 +125,8 @@ class Streams:
         return self._streams[-1]
 
     def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
-        """Returns the wide values: fresh from casts, other ones of streams, and of no stream."""
-        wide = [value for value in operands if value.dtype in WIDE]
+        """Returns the wide values: just cast, others of streams, and those of no stream."""
+        wide = [value for value in operands if value.is_wide]
         cast = [value for value in wide if value in self._casts]
         other = [value for value in wide if value not in self._of]
         return cast, [v for v in wide if v in self._of and v not in self._casts], other
@@ -166,7 +158,7 @@ class Streams:
         return first
 
     def _widen(self, stream: Stream, value: Value, node: Node) -> None:
-        """Adds a value to a stream that it was cast up for."""
+        """Adds a value that was cast up to meet a stream to that stream."""
         part = self._of[value].whole
         if part is stream or part.kind != "cast":
             return
@@ -179,8 +171,8 @@ class Streams:
         cast, wide, other = self._met(node.operands[:2])
         parts = [self._of[value].whole for value in (*cast, *wide)]
         if not parts and not other:
-            self._flops[1] += flops(node)
-            return self._start("cast", node) if node.results[0].dtype in WIDE else None
+            self._flops[1] += node.flops
+            return self._start("cast", node) if node.results[0].is_wide else None
         if self.is_asked(node):
             stream = self._united([*cast, *wide]) if parts else None
             for part in parts:
@@ -192,9 +184,9 @@ class Streams:
         else:
             met = [*wide, *other]
             stream = self._start("product", node, met[0] if len(met) == 1 else None)
-        is_half = any(value.dtype in LOW for value in node.operands[:2])
+        is_half = any(value.is_low for value in node.operands[:2])
         is_half |= stream.node is not node or (bool(cast) and not self.is_written(node))
-        self._flops[is_half] += flops(node)
+        self._flops[is_half] += node.flops
         stream.products.append(node)
         for part in parts:
             if not part.is_island and not part.widened:
@@ -207,10 +199,10 @@ class Streams:
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
     def origin(self, value: Value | None) -> Node | None:
-        """Returns the node that made the first wide value behind a value; None if none did."""
+        """Returns the node that made the earliest wide value before a value; None if none did."""
         node = None if value is None or not _is_computed(value) else value.node
         while node is not None and node.results[0] not in self._of:
-            wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
+            wide = (v.node for v in node.first_operands if v.is_wide and v.node is not None)
             earlier = next(wide, None)
             if earlier is None:
                 return node
@@ -218,22 +210,22 @@ class Streams:
         return None if node is None else self._of[node.results[0]].whole.node
 
     def is_asked(self, node: Node) -> bool:
-        """Whether the user asks that a node computes in float32: by a policy, rule or precision.
+        """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
 
-        A product that sums over all axes is taken for a norm, which is meant to be in float32.
+        A product that sums over all axes counts as a norm, which is meant to be in float32.
         """
         place, program = where(node.scope), self._graph.program
-        if place.is_full or (is_product(node) and (is_precise(node.eqn) or _is_inner(node))):
+        if place.is_full or (node.is_product and (is_precise(node.eqn) or _is_inner(node))):
             return True
         policy = self._graph.policy(node)
         if place.module is None or not policy or compute_dtype(policy) not in WIDE:
             return False
-        parts = place.module.path.split("/")  # a rule may be for a module around it
+        parts = place.module.path.split("/")  # the rule may select a module around it
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
-        """Whether JAX cast a value as a part of an operation, and not the user."""
-        return call(self._casts[value]) == call(node)
+        """Whether JAX, not the user, cast a value as a part of an operation."""
+        return user_call(self._casts[value]) == user_call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -242,7 +234,7 @@ class Streams:
 
     def _home(self, node: Node) -> tuple[str, str]:
         """Returns the path of the module of a node; outside of modules, scope and function."""
-        found, place = where(node.scope), self._graph.place(node)
+        found, place = where(node.scope), node.place
         if found.module is not None:
             return found.module.path, ""
         return found.path, place.function if place else ""
@@ -251,14 +243,14 @@ class Streams:
         """Returns the bytes of floats that the backward pass reads, and adds them to streams."""
         saved = [v for v in node.results if any(reader.is_backward for reader in v.readers)]
         for value in saved:
-            if value.dtype in WIDE and value in self._of and not self.is_asked(node):
-                own = self._of[value]  # a loss that a leak reaches keeps its own bytes
+            if value.is_wide and value in self._of and not self.is_asked(node):
+                own = self._of[value]  # the bytes of a loss are its own, also if a leak reaches it
                 (own if own.is_island else own.whole).nbytes += value.nbytes
-        return sum(value.nbytes for value in saved if value.dtype in WIDE | LOW)
+        return sum(value.nbytes for value in saved if value.is_low or value.is_wide)
 
 
 def _is_computed(value: Value) -> bool:
-    """Whether arithmetic made a value: it is no argument or constant, moved or cast."""
+    """Whether arithmetic made a value: it is not a moved or cast argument or constant."""
     return before(value, MOVES_AND_CASTS | {"carry", "join"}).node is not None
 
 
@@ -271,30 +263,25 @@ def _is_inner(node: Node) -> bool:
     return [value.size for value in node.operands[:2]] == [math.prod(of_both)] * 2
 
 
-# Rules that may mend
+# --- Rules that may fix findings ---
 
 
 def is_half_product(node: Node) -> bool:
-    """Whether a node is a product that is multiplied in 16 bits."""
-    return is_product(node) and all(np.dtype(name) in LOW for name in multiplied(node))
+    """Whether a node is a product that multiplies in 16 bits."""
+    return node.is_product and all(np.dtype(name) in LOW for name in multiplied(node))
 
 
 class Remedies:
-    """The rules of policy maps that may mend findings in a graph, the most precise first."""
+    """The rules of policy maps that may fix findings in a graph, the most precise first."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._is_autocast = AUTOCAST in graph.program.takers
-        self._outermost = graph.outermost()
+        self._is_autocast = graph.program.uses_autocast
         halves = {node.scope for node in graph.nodes if is_half_product(node)}
         self._multiplying = {module for scope in halves for module in modules_of(scope)}
 
-    def is_of_all(self, rule: Rule) -> bool:
-        """Whether a rule selects an outermost module, and so the whole model."""
-        return any(rule.matches(*module) for module in self._outermost)
-
     def lowers_share(self, rule: Rule) -> bool:
-        """Whether a rule surely makes some of the 16-bit products run in float32."""
+        """Whether a rule certainly puts some of the 16-bit products into float32."""
         if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
             return False
         return any(rule.matches(*module) for module in self._multiplying)
@@ -342,7 +329,7 @@ class Remedies:
     def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:
         """Yields the selectors of a module, or under autocast of a scope, the most precise first.
 
-        Each comes with the dtypes in which the module computes and returns, None if no adapter ran
+        Each comes with the dtypes in which the module computes and returns; None if no adapter ran
         it.
         """
         module, select = where(scope).module, selector(scope)
@@ -367,14 +354,14 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
                 yield maker.scope
 
 
-# How a finding is made
+# --- How a finding is made ---
 
 
 class FindingKind(NamedTuple):
     """A kind of finding; the table of `docs/audit.md` explains each."""
 
     name: str  # public: `report.check(allow=...)` and the JSON have it
-    # Returns rules of policy maps that may mend a finding about these nodes, beside its own.
+    # Returns rules of policy maps that may fix a finding about these nodes, besides its own.
     rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
 
 
@@ -391,7 +378,7 @@ class AuditedStep:
     """A program that is searched for findings, and its streams of float32.
 
     `platform` is the hardware that multiplies; None if it is unknown. `explained` has nodes that a
-    finding is about: later searches skip them.
+    finding explains: later searches skip them.
     """
 
     def __init__(self, graph: Graph, platform: str | None) -> None:
@@ -399,8 +386,8 @@ class AuditedStep:
         self.explained: set[Node] = set()
 
     def key(self, node: Node) -> Key:
-        """Returns where a node is, which is the same for a product forward and backward."""
-        return self.graph.path(node), self.graph.place(node)
+        """Returns where a node is: the same for a forward product and its backward ones."""
+        return node.path, node.place
 
     def found(
         self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,
@@ -415,7 +402,7 @@ class AuditedStep:
             message: one sentence: what happens, and why it matters.
             advice: what to write in the code.
             *rules: rules to try before those of the kind.
-            **sizes: `flops`, `nbytes`, and `count` where that is not how often the node runs.
+            **sizes: `flops`, `nbytes`, and `count` unless it is how often the node runs.
         """
         path, place = self.key(node)
         sizes = {"count": node.times, **sizes}

@@ -1,4 +1,4 @@
-"""What a report counts of a program: products, saved values and casts by dtype, and its scopes."""
+"""Counts for the report: products, saved values and casts by dtype, and operations by scope."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,9 +8,8 @@ import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.audit.report import Cast, Products, Scope
-from jmpx._inspect.audit.values import CAST, MOVES, flops, is_product, multiplied
-from jmpx._inspect.graph import Graph, Node
-from jmpx._inspect.where import where
+from jmpx._inspect.audit.values import CAST, MOVES, multiplied
+from jmpx._inspect.graph import Graph, Node, where
 from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
@@ -23,8 +22,8 @@ def products(graph: Graph) -> tuple[Products, ...]:
     A product with an algorithm of 16 bits, such as BF16_BF16_F32, has the dtypes of the algorithm.
     The backward pass swaps operands, so both orders of two dtypes are one row.
     """
-    found = filter(is_product, graph.nodes)
-    rows = ((" x ".join(sorted(multiplied(node))), node.times, flops(node)) for node in found)
+    found = (node for node in graph.nodes if node.is_product)
+    rows = ((" x ".join(sorted(multiplied(node))), node.times, node.flops) for node in found)
     return tuple(Products(dtypes, size, count) for dtypes, count, size in _totals(rows))
 
 
@@ -57,10 +56,10 @@ def uncounted(graph: Graph) -> tuple[str, ...]:
 def saved(graph: Graph) -> dict[str, int]:
     """Returns the bytes that the forward pass keeps for the backward pass, by dtype; most first.
 
-    Arguments and constants are there anyway, and do not count. A loop that holds both passes counts
-    what one trip keeps.
+    Arguments and constants are held anyway, and do not count. A loop that holds both passes counts
+    once, for one trip.
     """
-    # A call in the backward pass reads operands that no node inside of it may read.
+    # A call in the backward pass may read operands that no node inside of it reads.
     calls = (each for node in graph.nodes for each in node.outwards if each.is_backward)
     found = Counter[str]()
     for value in dict.fromkeys(v for reader in dict.fromkeys(calls) for v in reader.operands):
@@ -70,16 +69,16 @@ def saved(graph: Graph) -> dict[str, int]:
 
 
 def scopes(graph: Graph) -> tuple[Scope, ...]:
-    """Returns the operations of each module or named scope, except those of scopes inside of it."""
+    """Returns the operations of each module or named scope, except those of inner scopes."""
     by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if not node.is_structure:
-            by_path.setdefault(graph.path(node), []).append(node)
+            by_path.setdefault(node.path, []).append(node)
     found: list[Scope] = []
     for path, nodes in by_path.items():
         _, module, names, _ = where(nodes[0].scope)
         name = "" if module is None or names else module.cls.__name__
-        times, work = sum(node.times for node in nodes), sum(map(flops, nodes))
+        times, work = sum(node.times for node in nodes), sum(each.flops for each in nodes)
         found.append(Scope(path, name, _policy(graph, nodes), times, _dtypes(nodes), work))
     return tuple(found)
 
@@ -89,20 +88,20 @@ def _policy(graph: Graph, nodes: list[Node]) -> str:
     size = Counter[str]()
     for node in nodes:
         if policy := graph.policy(node):
-            size[policy] += flops(node) or 1
+            size[policy] += node.flops or 1
     least = _LEAST_SHARE * size.total()
     return "; ".join(policy for policy, part in size.most_common() if part >= least)
 
 
 def _dtypes(nodes: list[Node]) -> str:
-    """Returns the dtypes that operations compute in, or move if none computes."""
+    """Returns the dtypes in which operations compute, or that they move if none computes."""
     work, made = Counter[np.dtype](), Counter[np.dtype]()
     for node in nodes:
         if node.name != CAST:
-            values = node.operands[:2] if is_product(node) else node.results[:1]
+            values = node.operands[:2] if node.is_product else node.results[:1]
             size = node.times * sum(value.size for value in node.results)
             for dtype in filter(is_floating_dtype, {value.dtype for value in values}):
-                work[dtype] += flops(node) or size * (node.name not in _NO_WORK)
+                work[dtype] += node.flops or size * (node.name not in _NO_WORK)
                 made[dtype] += size
     parts = work if work.total() else made
     least = max(_LEAST_SHARE * parts.total(), 1)

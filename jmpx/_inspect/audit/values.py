@@ -3,14 +3,12 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._jaxprs.equations import (
-    FLOPS,
     IDENTITIES,
     PICKS,
     PLACEMENTS,
@@ -20,34 +18,17 @@ from jmpx._jaxprs.equations import (
 )
 from jmpx._policies.strings import get_policy
 
-LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
-WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
-AUTOCAST = "jmpx.autocast"  # its name in `Program.takers`
 CAST = "convert_element_type"
 
-# Primitives that only move numbers of their first operand. Those that join operands, or parts of
-# several devices, are left out: the user wrote them as operations of their own.
+# Primitives that only move numbers of their first operand. Those that join several operands, or
+# parts of several devices, are not among them.
 MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | {"stack", "result", "shard", "unshard"}
 MOVES_AND_CASTS = MOVES | {CAST}
-# Primitives that return all numbers of their operand. A barrier has several operands.
+# Primitives that return all numbers of their one operand; a barrier may have several operands.
 _VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
 
 
-# Products
-
-
-def flops(node: Node) -> int:
-    """Returns the FLOPs of all runs of a product, and 0 of any other node.
-
-    It runs as often as the lengths of the scans around it say. In a while loop its FLOPs are those
-    of one trip, and in a `shard_map` those of one device.
-    """
-    return node.times * FLOPS[node.name](node.eqn) if is_product(node) else 0
-
-
-def is_product(node: Node) -> bool:
-    """Whether a node is a matrix product or a convolution."""
-    return node.name in FLOPS
+# --- Products ---
 
 
 _ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # the beginnings of their names
@@ -63,12 +44,7 @@ def multiplied(node: Node) -> list[str]:
     return [value.dtype.name for value in node.operands[:2]]
 
 
-# Dtypes
-
-
-def is_low(value: Value) -> bool:
-    """Whether a value has 16 bits."""
-    return value.dtype in LOW
+# --- Dtypes ---
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,19 +60,12 @@ def outermost_dtype(graph: Graph) -> np.dtype | None:
 
 def half_dtype(graph: Graph) -> str:
     """Returns the name of the 16-bit dtype of a step: of most values, else of its policy."""
-    values = (v.dtype.name for node in graph.nodes for v in node.results if is_low(v))
+    values = (v.dtype.name for node in graph.nodes for v in node.results if v.is_low)
     names = Counter(values).most_common(1) or [(str(outermost_dtype(graph) or "bfloat16"), 0)]
     return names[0][0]
 
 
-# Origins
-
-
-def before(value: Value, names: Collection[str]) -> Value:
-    """Returns the value before nodes of some names, following their first operands."""
-    while value.node is not None and value.node.name in names:
-        value = value.node.operands[0]
-    return value
+# --- Origins ---
 
 
 def is_view(node: Node) -> bool:
@@ -104,46 +73,46 @@ def is_view(node: Node) -> bool:
     return node.name in ("shard", "unshard") if node.is_structure else node.name in _VIEWS
 
 
-def source(value: Value) -> Value:
-    """Returns the value that casts, copies and reshapes made a value of."""
+def unmoved(value: Value) -> Value:
+    """Returns the value from which casts, copies and reshapes made a value."""
     while value.node is not None and is_view(value.node):
         value = value.node.operands[0]
     return value
 
 
-def number(value: Value) -> float | None:
-    """Returns a number that is known when a program is traced; else None."""
-    value = source(value)
+def number_of(value: Value) -> float | None:
+    """Returns the number that a value is known to be when the program is traced; else None."""
+    value = unmoved(value)
     is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
     is_known = is_real and value.size == 1 and value.constant is not None
     return float(np.asarray(value.constant).reshape(())) if is_known else None
 
 
 def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
-    """Whether a result reaches the end of the forward pass before a product or an avoided dtype."""
+    """Whether a result reaches the end of the forward pass without products or avoided dtypes."""
 
     def kept(node: Node) -> list[Value]:
         return [value for value in node.results if value.dtype not in avoided]
 
     def through(node: Node) -> list[Value]:
-        return [] if node.is_backward or is_product(node) else kept(node)
+        return [] if node.is_backward or node.is_product else kept(node)
 
     readers = Graph.forward(kept(node), through)
     values = itertools.chain(kept(node), *map(through, readers))
     return any(v.is_output or (not v.readers and v.shape == ()) for v in values)
 
 
-def call(node: Node) -> object:
-    """Returns the user's call that an operation is a part of; None if it is unknown."""
+def user_call(node: Node) -> object:
+    """Returns the user's call of which an operation is a part; None if it is unknown."""
     calls = (call_of(each.eqn) for each in node.outwards)
     return next((found for found in calls if found is not None), None)
 
 
-# Signs. The exponential of a number that is at most 0 cannot overflow: so softmax subtracts the
-# maximum.
+# --- Signs ---
 
-_DEPTH = 6  # how many operations tell a sign; softmax needs three
-_MOST = 64  # nodes among which a maximum is looked for
+# The exponential of a number that is at most 0 cannot overflow: so softmax subtracts the maximum.
+_DEPTH = 6  # how many operations are followed for a sign; softmax needs three
+_MOST = 64  # nodes that are searched for a maximum
 _MAXIMA = frozenset({"max", "reduce_max", "cummax", "pmax"})
 _WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one at least as large
 
@@ -154,17 +123,17 @@ def is_at_most_zero(value: Value) -> bool:
 
 
 def is_sum_of_exponentials(value: Value) -> bool:
-    """Whether a value is an exponential of numbers up to 0, or a sum of such ones."""
-    node = source(value).node
+    """Whether a value is an exponential of numbers that are at most 0, or a sum of such."""
+    node = unmoved(value).node
     while node is not None and node.name in ("abs", "reduce_sum"):
-        node = source(node.operands[0]).node
+        node = unmoved(node.operands[0]).node
     return node is not None and node.name == "exp" and is_at_most_zero(node.operands[0])
 
 
 def _sign(value: Value, depth: int) -> int:
     """Returns 1 if no number of a value is negative, -1 if none is positive, and 0 if unknown."""
-    value = source(value)
-    constant = number(value)
+    value = unmoved(value)
+    constant = number_of(value)
     if constant is not None:
         return (constant > 0) - (constant < 0)
     node = value.node
@@ -182,7 +151,7 @@ def _sign(value: Value, depth: int) -> int:
 
 
 def _sign_of_two(node: Node, depth: int) -> int:
-    left, right = map(source, node.operands)
+    left, right = map(unmoved, node.operands)
     if node.name != "sub":
         return 1 if left is right else _sign(left, depth) * _sign(right, depth)
     is_less = _sign(left, depth) < 0 and _sign(right, depth) > 0
@@ -190,11 +159,11 @@ def _sign_of_two(node: Node, depth: int) -> int:
 
 
 def _is_no_smaller(value: Value, other: Value) -> bool:
-    """Whether a maximum of some number went into a value."""
+    """Whether a value is at least another one, because a maximum with it went into the value."""
     others = [other]
     if other.node is not None and other.node.name == "select_n":  # x where it is finite, say
-        others += map(source, other.node.operands[1:])
-    constants = {number(each) for each in others} - {None}
+        others += map(unmoved, other.node.operands[1:])
+    constants = {number_of(each) for each in others} - {None}
 
     def through(node: Node) -> list[Value]:
         return node.operands if node.name in _WITHIN else node.operands[: is_view(node)]
@@ -203,5 +172,5 @@ def _is_no_smaller(value: Value, other: Value) -> bool:
         return list(Graph.back(values, through, _MOST))
 
     joined = [v for node in behind([value]) if node.name in _MAXIMA for v in node.operands]
-    found = map(source, [*joined, *(v for node in behind(joined) for v in through(node))])
-    return any(each in others or number(each) in constants for each in found)
+    found = map(unmoved, [*joined, *(v for node in behind(joined) for v in through(node))])
+    return any(each in others or number_of(each) in constants for each in found)

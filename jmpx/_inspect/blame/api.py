@@ -1,4 +1,4 @@
-"""The blame as users call it, `jmpx.inspect.blame(func, policy)(*batches)`, and its report."""
+"""The public function `jmpx.inspect.blame(func, policy)(*batches)`, and its report."""
 
 import dataclasses
 import os
@@ -10,25 +10,13 @@ import numpy as np
 from jmpx._adapters.applying import apply_policy
 from jmpx._base.messages import describe
 from jmpx._base.trees import PyTree, is_floating_dtype
-from jmpx._inspect.blame.runs import (
-    MOST,
-    Batch,
-    Costs,
-    Measure,
-    Points,
-    Runs,
-    costs,
-    size_of,
-)
+from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, name_of, traced_program
-from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import CompileCache, check_arrays, nodes_by_key, progress, relative_error
+from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
+from jmpx._inspect.running import CompileCache, nodes_by_key, progress, relative_error, with_arrays
 from jmpx._inspect.text import columns, error_text, share_text, short_names
-from jmpx._inspect.watched import Constant
-from jmpx._inspect.where import where
-from jmpx._jaxprs.core import Array
 from jmpx._jaxprs.equations import Place
 from jmpx._scales.strings import MixedPrecisionLike
 
@@ -40,25 +28,24 @@ _KINDS = ("gradients", "results")
 _NOWHERE = "(outside of modules and scopes)"
 _ROWS = 20  # how many a text shows
 _BARS = 15  # how many a picture shows
-_EXPLAINED = (0.5, 2.0)  # if the sum of all shares is outside of it, they do not add up
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_BAR_KINDS = {False: ("#0072B2", "first order"), True: ("#D55E00", "measured")}
+_EXPLAINED = (0.5, 2.0)  # the range of the sum of all shares in which they add up
+_BAR_KINDS = {False: (BLUE, "first order"), True: (ORANGE, "measured")}
 
 
 class Blamed(NamedTuple):
-    """A module, a scope or a line, and what its roundings cost.
+    """A module, a scope or a line, and the cost of its roundings.
 
-    `share` is its part of the squared error, and `error` what it alone would make, relative to the
-    norm of the results. A group whose roundings cancel those of others may have more than all.
+    `share` is its part of the squared error, and `error` the error that it alone would make,
+    relative to the norm of the results. If its roundings cancel others, its share may exceed 1.
     """
 
     name: str
     share: float
     error: float
-    operation: str  # in which most of it arises
+    operation: str  # the operation with the largest part of it
     place: Place | None  # the line of that operation
     size: int  # how many numbers it rounds
-    is_measured: bool  # by two runs: it alone rounds, it alone does not; else of first order
+    is_measured: bool  # by two runs: it alone rounds, it alone does not; else it is first order
     rule: str  # a rule of a policy map that puts the module or the scope into float32, or empty
 
 
@@ -67,14 +54,14 @@ class Blame(Report):
     """What `jmpx.inspect.blame` found: which roundings cause the error of a function.
 
     Attributes:
-        title: the results that are off, and the policy.
+        title: the results whose error it is, and the policy.
         error: the root mean square over batches of the relative error: the norm of the difference
             to float32, over the norm of the results in float32.
-        batches: over how many batches.
+        batches: the number of batches.
         rows: modules, scopes or lines, the one with the largest share first.
-        is_scalar: whether the error is of one number, near whose optimum it is not first order.
-        reason: why all rows, or the first ones, were measured, one by one; empty if they are of
-            first order.
+        is_scalar: whether the result is one number, whose error is not first order near an optimum.
+        reason: why all rows, or the first ones, were measured one by one; empty if they are first
+            order.
     """
 
     __module__ = "jmpx.inspect"
@@ -88,7 +75,7 @@ class Blame(Report):
 
     @property
     def explained(self) -> float:
-        """The sum of the shares: near 1 where roundings are independent, and of first order."""
+        """The sum of the shares: near 1 if roundings are independent and first order."""
         return sum(row.share for row in self.rows)
 
     def check(self, at_most: float) -> Self:
@@ -117,7 +104,7 @@ class Blame(Report):
         """Returns what has changed since another blame, as a table, the largest change first.
 
         Args:
-            before: the other one, or its `to_dict()`, such as `json.load` of a file that another
+            before: the other blame, or its `to_dict()`, for example from a file that another
                 commit wrote.
         """
         old = before.to_dict() if isinstance(before, Blame) else before
@@ -143,12 +130,10 @@ class Blame(Report):
             ImportError: if there is no matplotlib.
             ValueError: if matplotlib knows no such format.
         """
-        from matplotlib.figure import Figure  # here, because only pictures need it
-
         shown, rest = self.rows[:_BARS], self.rows[_BARS:]
         others = sum(100 * row.share for row in rest)
         more = f"; {len(rest)} more have {others:.1f} %" if rest else ""
-        figure = Figure(figsize=(7.2, 1.2 + 0.26 * len(shown)), dpi=150, layout="constrained")
+        figure = new_figure(7.2, 1.2 + 0.26 * len(shown))
         axes = figure.add_subplot()
         for kind, (color, label) in _BAR_KINDS.items():
             found = [(i, 100 * row.share) for i, row in enumerate(shown) if row.is_measured == kind]
@@ -264,8 +249,7 @@ def blame(
         with progress("groups measured", min(len(groups), MOST)) as done:
             found = costs(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
-            applied = apply_policy(func, policy) if policy is not None else func
-            raise ValueError(_nonfinite(applied, batches[0], "16 bits"))
+            raise ValueError(_nonfinite(program.call.fn, batches[0], "16 bits"))
         rows = _rows(graph, runs.points, groups, found)
         size = sum(array.size for array in runs.batches[0].exact)
         kind = "gradients" if program.is_differentiated else "results"
@@ -276,7 +260,7 @@ def blame(
 
 
 def check_kind(of: object) -> None:
-    """Refuses an `of=` that is none of the words."""
+    """Refuses an `of=` that is not one of the words."""
     if of not in _KINDS:
         raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
 
@@ -297,7 +281,7 @@ def blamed_runs(
             )
     applied = func if policy is None else apply_policy(func, policy)
     program = traced_program(applied, batches[0], None, with_gradient)
-    # A constant that was traced in 16 bits is rounded in both runs of one program.
+    # The exact results need a trace of their own: constants traced in 16 bits are rounded already.
     exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
     runs = runs_of(program, _exact(func, exact, batches, with_gradient))
     if not runs.points.at:
@@ -325,14 +309,11 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
     """Returns the arrays of batches, and the results of a function on them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
     compiled = CompileCache(program.jaxpr)
-
-    def wide(constant: Constant, arrays: list[Array]) -> list[Array]:
-        return points.charged(constant, arrays, {}, {})
-
+    wide = lambda constant, arrays: points.charged(constant, arrays, {}, {})  # noqa: E731
     found = list[Batch]()
     for number, batch in enumerate(batches):
         each = traced_program(func, batch, None, with_gradient) if number else program
-        check_arrays(each, "jmpx.inspect.blame")
+        each = with_arrays(each, "jmpx.inspect.blame")
         if each.jaxpr.in_avals != program.jaxpr.in_avals:
             raise ValueError(
                 f"Expected batches of the shapes and dtypes of the first one, got others in batch "
@@ -347,7 +328,7 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
 
 
 def _nonfinite(func: Function, batch: tuple[PyTree, ...], precision: str) -> str:
-    """Returns the sentence about results that are not finite, with the operation that made them."""
+    """Returns the error message about results that are not finite, with their first cause."""
     first, by = first_nonfinite(func)(*batch), ""
     if first is not None:
         by = f", first by {first.operation} at {first.place or 'no known line'}"
@@ -374,13 +355,13 @@ def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
     """Returns the name of the group of each site, in the order of the points."""
     nodes = nodes_of(graph, points)
     if by == "modules":
-        modules = [where(node.scope).module for node in nodes]
+        modules = [node.module for node in nodes]
         return [_NOWHERE if m is None else m.path or m.cls.__name__ for m in modules]
     if by != "lines":
-        paths = [graph.path(node) or _NOWHERE for node in nodes]
+        paths = [node.path or _NOWHERE for node in nodes]
         if by == "scopes" or len(set(paths)) > 1:
             return paths
-    return [str(graph.place(node) or node.name) for node in nodes]
+    return [str(node.place or node.name) for node in nodes]
 
 
 def nodes_of(graph: Graph, points: Points) -> list[Node]:
@@ -394,9 +375,9 @@ def _rows(graph: Graph, points: Points, groups: dict[str, list[int]], found: Cos
     rows = []
     for number, (name, sites) in enumerate(groups.items()):
         worst = nodes[max(sites, key=lambda site: (found.sites[site], sizes[site]))]
-        part, selector = float(found.parts[number]), graph.selector(worst)
+        part, selector = float(found.parts[number]), worst.selector
         share = part / found.squared if found.squared else 0.0
         size, rule = sum(sizes[site] for site in sites), selector and f"{selector}: full"
-        source = (worst.name, graph.place(worst), size)
+        source = (worst.name, worst.place, size)
         rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule or ""))
     return sorted(rows, key=lambda row: -row.share)

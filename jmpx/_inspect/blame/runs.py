@@ -13,22 +13,22 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact, rounded_to
-from jmpx._inspect.running import CompileCache, norm, relative_error, run_widened, widened
-from jmpx._inspect.watched import Constant, Site, SiteKey, Trips
+from jmpx._inspect.running import Advance, CompileCache, norm, relative_error, run_widened, widened
+from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Trips
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
-# float32 of shape (2,): the sums of the squares of `cotangent * error`, and of these themselves.
+# float32 of shape (2,): the sums of `(cotangent * error)**2` and of `cotangent * error`.
 Slot: TypeAlias = Array
 Errors: TypeAlias = dict[SiteKey, list[Array]]  # at the points that are kept, in bfloat16
 Measure: TypeAlias = Callable[[list[Array], list[Array]], float]  # of results and exact ones
 
-_FEW = 64  # numbers in the results, for which one random direction says too little
+_FEW = 64  # numbers in the results: for fewer, one random direction is too little
 _DIRECTIONS = 8
 _LEAST = 0.01  # the share from which a group is worth a run of its own
 _SIGNS = np.array([-1, 1], np.float32)
-_ADDS_UP = (0.75, 1.25)  # beyond it, first order does not explain the error
-MOST = 32  # groups that are measured by such runs
+_ADDS_UP = (0.75, 1.25)  # outside of this range, first order does not explain the error
+MOST = 32  # groups that are measured by runs of their own
 
 
 class Point(NamedTuple):
@@ -36,10 +36,10 @@ class Point(NamedTuple):
 
     is_operand: bool
     index: int  # of the operand or result
-    dtype: np.dtype  # to which it is rounded
+    dtype: np.dtype  # the dtype to which it is rounded
     lengths: tuple[int, ...]  # of the scans around it, the outermost first
     shape: tuple[int, ...]
-    is_kept: bool  # whether the error of the rounding is kept; else it is zero, or unknown
+    is_kept: bool  # whether the error of the rounding is kept; else it is zero or unknown
 
 
 class Points:
@@ -54,7 +54,7 @@ class Points:
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr = jaxpr
-        # With float64 enabled, float32 is a dtype that rounds.
+        # With float64 enabled, float32 rounds, too.
         self.wide = np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
         self.at: dict[SiteKey, list[Point]] = {}
         self.has_while = False
@@ -81,9 +81,7 @@ class Points:
             keep: whether to keep the errors of all points.
         """
 
-        def step(
-            state: Errors, site: Site, operands: list[Array], trips: Trips
-        ) -> tuple[list[Array], Errors]:
+        def step(state: Errors, site: Site, operands: list[Array], trips: Trips) -> Results:
             new = list[Array]()
 
             def at(point: Point, array: Array) -> Array:
@@ -113,9 +111,7 @@ class Points:
     ) -> list[Array]:
         """Runs the program in float32; the cotangents of the slots are the costs of the errors."""
 
-        def step(
-            state: PyTree, site: Site, operands: list[Array], trips: Trips
-        ) -> tuple[list[Array], PyTree]:
+        def step(state: PyTree, site: Site, operands: list[Array], trips: Trips) -> Results:
             kept = iter(errors.get(site.key, ()))
 
             def at(point: Point, array: Array) -> Array:
@@ -148,7 +144,7 @@ class Points:
 
     def _evaluate(
         self, constant: Constant, arrays: Sequence[Array], step: watched.Step, state: PyTree
-    ) -> tuple[list[Array], PyTree]:
+    ) -> Results:
         return watched.evaluate(
             self.jaxpr,
             [widened(array, self.wide) for array in arrays],
@@ -167,7 +163,7 @@ def _points(site: Site, wide: np.dtype) -> list[Point]:
     is_kept = all(each.primitive.name == "scan" for each in site.loops)
     to, found = OPERAND_DTYPES.get(algorithm_of(eqn)), []
     if operation_name(eqn.primitive.name) in PRODUCTS:
-        # Operands in 16 bits were rounded where they were computed: only algorithms add errors.
+        # Operands in 16 bits were rounded where they were computed; only algorithms round anew.
         for index, atom in enumerate(eqn.invars[:2]):
             found.append((True, index, to or _low(atom.aval, wide), atom.aval, to is not None))
     if not is_exact(eqn):
@@ -196,7 +192,7 @@ def _backward(
     kept: tuple[Array, Trips], cotangent: Array
 ) -> tuple[Array, Slot, None, tuple[None, ...]]:
     errors, trips = kept
-    # The float32 run may not be differentiable where the rounded one is, as a root of zero.
+    # The float32 run may not be differentiable where the rounded one is: a square root at zero.
     cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, 0)
     costs = cotangent * (errors[trips] if trips else errors).astype(cotangent.dtype)
     slot = jnp.stack([jnp.sum(costs**2), jnp.sum(costs)]).astype(jnp.float32)
@@ -228,9 +224,9 @@ class Costs(NamedTuple):
         squared: the mean over batches of the squared error, relative to the results.
         parts: the part of each group in it.
         sites: the part of each site in it, by first order.
-        direct: the groups that were measured: the mean of the error of a group that alone rounds,
-            and of the error that is missing if it alone does not.
-        reason: why groups were measured whose estimates agree; empty if there are none.
+        direct: the groups that were measured. The part of such a group is the mean of two squared
+            errors: that of a run in which it alone rounds, and that which vanishes if it does not.
+        reason: why independent groups were measured, too; empty if they were not.
     """
 
     squared: float
@@ -248,14 +244,14 @@ class Runs:
     outputs: tuple[int, ...]  # the indices of the results whose error counts
     batches: Sequence[Batch]
     compiled: CompileCache
-    measure: Measure  # the error of results, given those of float32, too
+    measure: Measure  # returns the error of results, given the results in float32
 
     def squared(self, mask: np.ndarray) -> float:
         """Returns the mean squared error where the sites of a mask round."""
         return float(np.mean(self.squares(mask)))
 
     def squares(self, mask: np.ndarray | None = None) -> np.ndarray:
-        """Returns the squared error of each batch where the sites of a mask round, or all."""
+        """Returns the squared error of each batch where the sites of a mask round; None is all."""
 
         def run(constant: Constant, arrays: list[Array], mask: Array | None) -> list[Array]:
             results, _ = self.points.rounded(constant, arrays, mask)
@@ -308,9 +304,7 @@ class Runs:
         return np.stack(squares), np.stack(sums), float(np.mean(total))
 
 
-def costs(
-    runs: Runs, groups: Sequence[Sequence[int]], seed: int, done: Callable[[], object]
-) -> Costs:
+def costs(runs: Runs, groups: Sequence[Sequence[int]], seed: int, done: Advance) -> Costs:
     """Returns the costs of groups of sites, which are numbers of `Points.order`.
 
     `done` is called after each measurement.
@@ -354,7 +348,7 @@ def costs(
 
 
 def _coherent(parts: np.ndarray, signed: np.ndarray, runs: int) -> list[int]:
-    """Returns the groups whose roundings do not add up as independent ones, the largest first.
+    """Returns the groups whose roundings are not independent, the largest first.
 
     If they are independent, `signed` is the mean of `runs` squares of normal numbers.
     """

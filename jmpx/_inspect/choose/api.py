@@ -17,15 +17,12 @@ from jmpx._inspect.blame.runs import Measure
 from jmpx._inspect.choose.search import Strings, new_search
 from jmpx._inspect.plan.api import Planned, plan
 from jmpx._inspect.plan.chips import get_chip
-from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.reports import GREEN, ORANGE, SKY_BLUE, Report, Table, new_figure
 from jmpx._inspect.running import progress, relative_error
 from jmpx._inspect.text import bytes_text, error_text, share_text
 from jmpx._jaxprs.core import Array
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike
-
-_COLORS = {False: "#56B4E9", True: "#D55E00"}  # Okabe and Ito's, of strings and the chosen one
-
 
 # --- The report ---
 
@@ -41,7 +38,7 @@ class Tried(NamedTuple):
 
 
 def front(rows: Sequence[Tried]) -> tuple[Tried, ...]:
-    """Returns the rows that no other one beats in both memory and error, the smallest first."""
+    """Returns the rows that no other row beats in both memory and error, the smallest first."""
     kept = list[Tried]()
     for row in sorted(rows, key=lambda row: (row.memory, row.error, len(row.policy))):
         if all(row.error < each.error for each in kept):
@@ -54,14 +51,14 @@ class Choice(Report):
     """What `jmpx.inspect.choose` found: policy strings on the front of error against memory.
 
     Attributes:
-        title: whose error it is.
+        title: the results whose error it is.
         bound: the bound on the error.
-        batches: over how many batches the error was measured.
-        chip: the chip whose peak memory was planned; empty for the bytes that the trace keeps for
-            the backward pass.
-        rows: the strings, the one with the least memory first, and float32 as the last one. Each
-            has a smaller error than all before it.
-        notes: strings that were left out, and why, and limits of these numbers, in sentences.
+        batches: the number of batches on which the error was measured.
+        chip: the chip for which memory was planned; empty if memory is the bytes that the trace
+            keeps for the backward pass.
+        rows: the strings, the one with the least memory first, and float32 last. Each has a smaller
+            error than all rows before it.
+        notes: strings that were left out, with reasons, and limits of these numbers, in sentences.
     """
 
     __module__ = "jmpx.inspect"
@@ -75,7 +72,7 @@ class Choice(Report):
 
     @property
     def chosen(self) -> Tried | None:
-        """The first row that holds the bound and fits: float32 if no other does, None if none."""
+        """The first row that holds the bound and fits, which may be float32; None without one."""
         rows = (row for row in self.rows if row.error <= self.bound and row.fits is not False)
         return next(rows, None)
 
@@ -103,29 +100,24 @@ class Choice(Report):
             ImportError: if there is no matplotlib.
             ValueError: if matplotlib knows no such format.
         """
-        from matplotlib.figure import Figure  # here, because only pictures need it
-
         rows, bound = self.rows, self.bound
-        names, top = (
-            [_lines(row.policy) for row in rows],
-            max([bound, *(row.error for row in rows)]),
-        )
+        names = [_lines(row.policy) for row in rows]
+        top = max([bound, *(row.error for row in rows)])
         low = min([bound, *(row.error for row in rows if row.error)]) / 3  # stands for no error
         height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
-        figure = Figure(figsize=(7.2, height), dpi=150, layout="constrained")
+        figure = new_figure(7.2, height)
         errors, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         for axes in (errors, memory):
             axes.grid(axis="x", lw=0.3)
             axes.set_axisbelow(True)
-        colors, places = [_COLORS[row is self.chosen] for row in rows], range(len(rows))
+        colors = [ORANGE if row is self.chosen else SKY_BLUE for row in rows]
+        places = range(len(rows))
         errors.scatter([row.error or low for row in rows], places, s=60, c=colors)
         for place, row in enumerate(rows):
-            note = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
             text = f"{row.error:.2g}" if row.error else "no error"
-            errors.annotate(
-                text + ", chosen" * (row is self.chosen), (row.error or low, place), **note
-            )
-        errors.axvspan(low / 9, bound, color="#009E73", alpha=0.15, lw=0, zorder=0)
+            text, at = text + ", chosen" * (row is self.chosen), (row.error or low, place)
+            errors.annotate(text, at, (0, 8), textcoords="offset points", ha="center")
+        errors.axvspan(low / 9, bound, color=GREEN, alpha=0.15, lw=0, zorder=0)
         errors.set(xscale="log", xlim=(low / 3, 3 * top), ylim=(len(rows) - 0.4, -0.6))
         errors.set_xlabel(f"error (in the shade: at most {bound:g})")
         errors.set_yticks(places, names, family="monospace", fontsize="small")
@@ -294,8 +286,8 @@ def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
             memory = row.peak or sum(row.saved.values())
             error = strings.errors[row.policy]
             rows.append(Tried(row.policy, error, memory, _low(row), row.fits))
-    # A string whose rules put all products into float32 is float32 in many words. With small
-    # batches it may need the least memory, because no parameter has a copy in 16 bits.
+    # Rules that put all products into float32 make a string that is float32 in many words. With
+    # small batches it may need the least memory, because no parameter has a copy in 16 bits.
     products = any(row.low for row in rows)
     kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
     return (*front(kept), *(row for row in rows if row.policy == strings.wide))

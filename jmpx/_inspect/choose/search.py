@@ -1,4 +1,4 @@
-"""The parts of a program that rules put into float32, and a small set that holds a bound."""
+"""Searches for a small set of parts that rules put into float32, so that a bound holds."""
 
 import dataclasses
 import math
@@ -14,21 +14,21 @@ from jmpx._autocast.value import matches_scope
 from jmpx._base.trees import PyTree
 from jmpx._inspect.blame.api import nodes_of, runs_of
 from jmpx._inspect.blame.runs import Runs, costs, size_of
-from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.graph import Graph, Node, selector, where
 from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.where import selector, where
+from jmpx._inspect.running import Advance
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 
 _MOST = 24  # islands; with more, layers that are alike are one
-_OWN = 0.5  # the part of its share that an island has outside of the islands inside of it
+_OWN = 0.5  # the least part of its error that an island has outside of islands inside of it
 _CAST = "convert_element_type"  # no rule changes an equation that only casts
-_TRIED = 8  # islands of the largest shares, of which the best one is taken
-_MARGIN = 0.02  # the least part of the squared error that an island takes away
+_TRIED = 8  # how many islands are tried, those with the largest shares, to take the best one
+_MARGIN = 0.02  # the least part of the squared error that an island removes
 _TINY = 1e-30  # stands for a squared error of 0
-_AGAIN = 2  # searches with a tighter bound, if a string is worse than the search expected
-_SETS = 4  # strings from no rule to all; with float32, and others on trial, at most ten
+_AGAIN = 2  # how many more searches, with a tighter bound, if a string is worse than its mask
+_SETS = 4  # strings with none to all of the rules; with float32 and others, at most ten
 
 
 # --- Islands ---
@@ -41,7 +41,7 @@ class Island:
     Attributes:
         selector: the selector: a class, a glob of paths or scopes, or an operation.
         sites: booleans of shape (sites,), in the order of the program's points.
-        own: the numbers of those sites that are in no island inside of it.
+        own: the numbers of its sites that are in no island inside of it.
     """
 
     selector: str
@@ -55,7 +55,7 @@ class Island:
 
 
 class Sites:
-    """The sites of a program that round, and which of them a rule selects.
+    """The sites of a program that round, and the islands among them.
 
     Args:
         graph: the program.
@@ -64,15 +64,15 @@ class Sites:
     """
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], policy_map: PolicyMap) -> None:
-        self.nodes, self.outermost = nodes, graph.outermost()
+        self.nodes, self.outermost = nodes, graph.outermost
         self.by_operations = policy_map.way == "operations"
 
     def islands(self) -> list[Island]:
         """Returns the islands, operations last.
 
-        Modules and scopes are named by their paths; if these are too many, by paths without
-        numbers; else by classes and last names. Sites outside of all of them, or in the outermost
-        module, whose rule would be for the whole model, are in the islands of their operations.
+        Modules and scopes are named by their paths; if these are too many, by paths with `*` for
+        numbers; else by classes and last names. Sites outside of them, or in an outermost module,
+        whose rule would select the whole model, are in the islands of their operations.
         """
         names = list[str | None]()
         for name in (selector, _alike, _broad):
@@ -91,7 +91,7 @@ class Sites:
         return found
 
     def selected(self, select: str) -> np.ndarray:
-        """Returns which sites a rule for a module or scope selects, with all inside of it."""
+        """Returns the sites that a rule for a module or scope selects, inner ones included."""
         rule, known = Rule(select), {"": False}
 
         def is_selected(scope: str) -> bool:
@@ -104,7 +104,7 @@ class Sites:
         return np.array([is_selected(node.scope) for node in self.nodes], bool)
 
     def shortened(self, selectors: Sequence[str]) -> list[str]:
-        """Returns fewer selectors of modules and scopes that select the same, if there are such."""
+        """Replaces selectors of modules and scopes by fewer ones that select the same sites."""
         kept = list(selectors)
         wider = [self._named(name, node.scope) for name in (_alike, _broad) for node in self.nodes]
         for wide in dict.fromkeys(filter(None, wider)):
@@ -124,13 +124,13 @@ class Sites:
 
 
 def _alike(scope: str) -> str | None:
-    """Returns the selector of a scope and of those whose paths differ in numbers alone."""
+    """Returns the selector of a scope and of all scopes that differ from it in numbers alone."""
     select = selector(scope)
-    return select and without_numbers(select)
+    return select and trailing_numbers_to_stars(select)
 
 
-def without_numbers(path: str) -> str:
-    """Returns a path with `*` for the number at the end of each name: `conv2_d_1` has one."""
+def trailing_numbers_to_stars(path: str) -> str:
+    """Returns a path with `*` for the number at the end of each name, such as `conv2_d_*`."""
     return re.sub(r"\d+(?=/|$)", "*", path)
 
 
@@ -151,7 +151,7 @@ class IslandSearch:
     Args:
         runs: the runs of the program.
         sites: its sites.
-        islands: the islands among them that are tried.
+        islands: the islands to try.
         shares: the part of each in the squared error.
         done: called after each set that is tried.
     """
@@ -162,7 +162,7 @@ class IslandSearch:
         sites: Sites,
         islands: Sequence[Island],
         shares: Sequence[float],
-        done: Callable[[], object],
+        done: Advance,
     ) -> None:
         self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
         is_last = [island.is_operation for island in islands]
@@ -198,10 +198,10 @@ class IslandSearch:
         return self.sites.shortened([self.islands[number].selector for number in chosen])
 
     def find(self, bound: float) -> tuple[int, ...]:
-        """Returns islands that hold a bound, the one that takes most of the error away first.
+        """Returns islands that hold a bound, the one that removes most of the error first.
 
         An island that lowers the error by no more than chance is left out if others hold the bound,
-        too. If no set holds it, all islands are returned that lower the error by more.
+        too. If no set holds it, all islands that lower the error by more are returned.
         """
         useless = set[int]()
         chosen = self._holding(bound, useless)
@@ -216,7 +216,7 @@ class IslandSearch:
         return tuple(chosen)
 
     def _holding(self, bound: float, useless: Container[int]) -> list[int]:
-        """Returns islands that hold a bound, of which none can be left out; all if none do."""
+        """Returns islands that hold a bound and are all needed; all islands if no set holds it."""
         chosen = list[int]()
         while self.error(chosen) > bound:
             left = [i for i in self.order if i not in chosen and i not in useless]
@@ -233,13 +233,13 @@ class IslandSearch:
     def _merit(self, chosen: Sequence[int], number: int, bound: float) -> tuple[float, ...]:
         """Returns a key that sorts candidates: the smallest that holds the bound comes first.
 
-        If none does, it is the one that takes most of the error away.
+        If none does, the one that removes most of the error comes first.
         """
         error = self.error([*chosen, number])
         return (0, *self.sizes[number]) if error <= bound else (1, error)
 
     def _earns(self, number: int, chosen: Sequence[int]) -> bool:
-        """Whether an island of a set lowers the error by a margin, and by more than by chance."""
+        """Whether an island of a set lowers the error by a margin, and by more than chance."""
         before, after = self.squares(set(chosen) - {number}), self.squares(chosen)
         is_finite = np.isfinite(before) & np.isfinite(after)
         if not is_finite.all():
@@ -255,16 +255,16 @@ def new_search(
     base: PolicyMap,
     measured: Runs,
     seed: int,
-    done: Callable[[], object],
+    done: Advance,
 ) -> IslandSearch:
     """Returns the search among the islands whose own sites make half of their error or more."""
     graph = Graph(program)
     sites = Sites(graph, nodes_of(graph, runs.points), base)
     islands = sites.islands()
     others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
-    # With the sites that no rule selects, the shares add up, and need not be measured one by one.
+    # With the sites that no rule selects as a group, shares add up, and need no measurements.
     found = costs(runs, [*(island.own for island in islands), others], seed, done)
-    if not math.isfinite(found.squared):  # No estimate tells what an island costs.
+    if not math.isfinite(found.squared):  # There are no estimates of what islands cost.
         return IslandSearch(measured, sites, islands, [0.0] * len(islands), done)
 
     def is_worthwhile(island: Island) -> bool:
@@ -281,12 +281,12 @@ def new_search(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Strings:
-    """Policy strings, and the errors of those that were run as they are written."""
+    """Policy strings, and the errors of the strings that were run as they are written."""
 
     func: Callable[..., PyTree]
-    batch: tuple[PyTree, ...]  # with which the function is traced
-    program: Program  # under the policy that was given
-    runs: Runs  # of this program
+    batch: tuple[PyTree, ...]  # the arguments for traces of the function
+    program: Program  # the function under the given policy
+    runs: Runs  # the runs of this program
     base: PolicyMap  # the policy that was given
     given: str  # its string
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -315,7 +315,7 @@ class Strings:
         return text not in self.errors and self._tried(text) is None
 
     def _tried(self, text: str) -> Program | None:
-        """Returns the program under a string; None if it is refused, as a carry that widens is."""
+        """Returns the program under a string; None if JAX refuses it, such as a widening carry."""
         if text in self.failures:
             return None
         try:
@@ -328,8 +328,8 @@ class Strings:
     def _traced(self, text: str) -> Program:
         applied = apply_policy(self.func, text)
         with warnings.catch_warnings():
-            # The trace under the user's policy has given each warning. Others would be about
-            # strings on trial, as `save=products` in a function that has a `jax.checkpoint`.
+            # The trace under the user's policy has given each warning. Others would concern only
+            # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
             return traced_program(applied, self.batch, None, self.program.is_differentiated)
 
@@ -375,7 +375,7 @@ class Strings:
             alone = {number: self._with_rules(search.selectors([number])) for number in chosen}
             search.leave_out([n for n, text in alone.items() if self.fails(text)] or chosen)
             for text in filter(self.failures.__contains__, alone.values()):
-                self.error(text)  # so that a note tells it
+                self.error(text)  # so that a note names it
             chosen = search.find(bound)
         selectors = search.selectors(chosen)
         for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
@@ -384,7 +384,7 @@ class Strings:
         for _ in range(_AGAIN):
             if not self.error(written) > bound >= search.error(chosen):
                 break
-            # The policy is worse than its mask: look for a set that leaves room for as much.
+            # The policy is worse than its mask: search with a bound that is smaller by as much.
             chosen = search.find(bound * search.error(chosen) / self.error(written))
             selectors = search.selectors(chosen)
             written = self._with_rules(selectors)

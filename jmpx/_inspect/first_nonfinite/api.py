@@ -1,4 +1,4 @@
-"""The first infinity or NaN, as users ask for it: `jmpx.inspect.first_nonfinite(fn)(*args)`."""
+"""The public function `jmpx.inspect.first_nonfinite(fn)(*args)`: causes, rules and replays."""
 
 import dataclasses
 import functools
@@ -12,17 +12,9 @@ import numpy as np
 from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.graph import Graph, Node, Value, before, where
 from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.running import (
-    check_arrays,
-    is_low,
-    is_narrow,
-    run_widened,
-    scale_text,
-    widened,
-)
-from jmpx._inspect.where import selector, where
+from jmpx._inspect.running import is_low, is_narrow, run_widened, scale_text, widened, with_arrays
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.equations import place_of
 from jmpx._policies.map_strings import parse_rule
@@ -74,9 +66,8 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        program = traced_program(fn, args, kwargs)
-        check_arrays(program, "jmpx.inspect.first_nonfinite")
-        with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.
+        program = with_arrays(traced_program(fn, args, kwargs), "jmpx.inspect.first_nonfinite")
+        with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
             return Replay(program).find()
 
     return run
@@ -90,10 +81,10 @@ class Cause(NamedTuple):
 
     reason: str
     remedy: str
-    in_code: str = ""  # the cast to write if float32 mends it
+    in_code: str = ""  # the cast to write, if float32 fixes it
 
     def text(self, rule: str, is_tried: bool) -> str:
-        """Returns both sentences; `rule` mended it, or none did although some were tried."""
+        """Returns both sentences, given the rule that fixed it, or whether any were tried."""
         how = _ANYWHERE if rule.startswith("op.") else ""
         if self.in_code and not rule:
             how = f"{', but no rule mends it' if is_tried else ''}: {self.in_code}"
@@ -126,7 +117,7 @@ _OUT_OF_RANGE = {
 
 
 def cause_of_event(event: Event, operands: Sequence[Array], results: Sequence[Array]) -> Cause:
-    """Returns why an equation made an infinity or a NaN; operands like random keys are None."""
+    """Returns why an equation made an infinity or a NaN; operands such as random keys are None."""
     name = operation_name(event.site.equation.primitive.name)
     if not event.is_made:
         return Cause(
@@ -145,7 +136,7 @@ def cause_of_event(event: Event, operands: Sequence[Array], results: Sequence[Ar
 
 
 def in_float32(reason: str, in_code: str = "cast what it reads with .astype(jnp.float32)") -> Cause:
-    """Returns the cause of an infinity or a NaN that float32 mends."""
+    """Returns the cause of an infinity or a NaN that float32 fixes."""
     return Cause(reason, "In float32 it is finite", in_code)
 
 
@@ -165,7 +156,7 @@ def _largest_in_float32(event: Event, operands: Sequence[Array]) -> float | None
 
 
 def _of_numbers(name: str, operands: Sequence[Array], results: Sequence[Array]) -> Cause:
-    """Returns the cause of an infinity or a NaN that float32 does not mend."""
+    """Returns the cause of an infinity or a NaN that float32 does not fix."""
     result = next(np.asarray(x) for x in results if is_inexact(x) and numbers_of(x).is_broken)
     is_bad, what = _OUT_OF_RANGE.get(name, (np.isnan, ""))
     operand = np.asarray(operands[name == "div"])
@@ -177,36 +168,35 @@ def _of_numbers(name: str, operands: Sequence[Array], results: Sequence[Array]) 
     return Cause(f"It gives more than {beyond}", _SCALE_DOWN)
 
 
-# --- Rules that may mend it ---
+# --- Rules that may fix it ---
 
-_MOST = 6  # rules that are tried; for each the program is compiled once more
-_FARTHEST = 32  # how many operations before it are looked at
-_AUTOCAST = "jmpx.autocast"
+_MOST = 6  # how many rules are tried; for each the program is compiled once more
+_FARTHEST = 32  # how many operations before it are searched
 
 
 def rules_for(graph: Graph, node: Node) -> list[str]:
     """Returns rules for a node and for the nodes before it, the nearest first.
 
-    There are none for a program without a function that takes a policy map.
+    There are none unless a function of the program took a policy map.
     """
-    takers, outermost = graph.program.takers, graph.outermost()
-    if not takers:
+    program = graph.program
+    if not program.mapped_by:
         return []
     behind = Graph.back(node.results[:1], lambda each: each.operands, _FARTHEST)
     narrow = (n for n in behind if any(is_narrow(v.dtype) for v in (*n.operands, *n.results)))
-    rules = (text for each in narrow for text in _of_node(each, _AUTOCAST in takers))
-    is_for_all = lambda rule: any(rule.matches(*module) for module in outermost)  # noqa: E731
-    return [text for text in dict.fromkeys(rules) if not is_for_all(parse_rule(text))][:_MOST]
+    rules = (text for each in narrow for text in _of_node(each, program.uses_autocast))
+    found = [text for text in dict.fromkeys(rules) if not graph.selects_all(parse_rule(text))]
+    return found[:_MOST]
 
 
 def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:
-    select, module = selector(node.scope), where(node.scope).module
+    select, module = node.selector, node.module
     if select is not None and (module is not None or is_autocast):
         yield f"{select}: f32"
         # Without `o=`, the module returns the output dtype of the map, which may overflow.
         if module is not None and not is_autocast and not node.is_backward:
             yield f"{select}: c=f32,o=f32"
-    # Rules for operations change those that autocast computes, in the forward pass.
+    # Rules for operations act on operations of the forward pass that autocast computes.
     is_computed = node.name not in HAND_ON | {"convert_element_type"} and not node.is_structure
     if is_autocast and is_computed and not node.is_backward:
         yield f"op.{node.name}: f32"
@@ -266,7 +256,7 @@ class Replay:
         if scale is None or scale.number <= scale.floor or flow.found is None:
             return self.describe(flow, scale and scale.number)
         lower = self.run(scale.floor)
-        if lower.found is not None:  # No scale mends it: the report is about this run.
+        if lower.found is not None:  # No scale fixes it: the report is about this run.
             return self.describe(lower, scale.floor)
         number = max(scale.number / 2, scale.floor)
         while number > scale.floor and self.run(number).found is not None:
@@ -303,14 +293,14 @@ class Replay:
                 cause = self.cause_in_16_bits(flow, cause)
             if cause.in_code and node is not None:
                 rules = rules_for(self.graph, node)
-                rule = self.first_that_mends(rules, node, scale)
+                rule = self.first_that_fixes(rules, node, scale)
         text = cause.text(rule, bool(rules))
         may_scale = self.scale is None and site.is_backward and cause.in_code
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
             operation=operation_name(eqn.primitive.name),
-            place=place_of(eqn) if node is None else self.graph.place(node),
+            place=place_of(eqn) if node is None else node.place,
             scope=where(site.scope).path,
             policy="" if node is None else self.graph.policy(node),
             is_backward=site.is_backward,
@@ -321,8 +311,11 @@ class Replay:
             rule=rule,
         )
 
-    def first_that_mends(self, rules: list[str], node: Node, scale: float | None) -> str:
-        """Returns the first rule under which all results are finite, else those of the node."""
+    def first_that_fixes(self, rules: list[str], node: Node, scale: float | None) -> str:
+        """Returns the first rule under which all results are finite.
+
+        Else it is the first one under which another operation is found; empty if there is none.
+        """
         moving = ""
         for rule in rules:
             try:
@@ -341,11 +334,9 @@ class Replay:
         other = flow.node(flow.found.site) if isinstance(flow.found, Event) else None
         if other is None:
             return False
-        source = (other.operands or other.results)[0]
-        while source.node is not None and source.node.name in HAND_ON:
-            source = source.node.operands[0]
-        found = [_identity(flow.graph, each) for each in (other, source.node) if each is not None]
-        return _identity(self.graph, node) not in found
+        source = before((other.operands or other.results)[0], HAND_ON)
+        found = [_identity(each) for each in (other, source.node) if each is not None]
+        return _identity(node) not in found
 
     def cause_in_16_bits(self, flow: Flow, cause: Cause) -> Cause:
         """Returns the cause if all is finite once the whole program computes in float32."""
@@ -364,13 +355,13 @@ class Replay:
         return FirstNonfinite(
             kind="NaN" if numbers.nans else "inf",
             given=self.program.names[value.index] if is_input else "a constant",
-            place=None if reader is None else self.graph.place(reader),
-            scope="" if reader is None else self.graph.path(reader),
+            place=None if reader is None else reader.place,
+            scope="" if reader is None else reader.path,
             results=(numbers,),
             cause="The function was given it, and no rule mends it: look where it was made.",
         )
 
 
-def _identity(graph: Graph, node: Node) -> tuple[object, ...]:
-    """Returns what identifies a node, also in the program that was traced with one more rule."""
-    return node.name, graph.place(node), graph.path(node), node.is_backward
+def _identity(node: Node) -> tuple[object, ...]:
+    """Returns properties of a node that are the same in a trace of the program with a rule."""
+    return node.name, node.place, node.path, node.is_backward

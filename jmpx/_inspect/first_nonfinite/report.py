@@ -80,14 +80,14 @@ class FirstNonfinite(Report):
             operation made it.
         place: the user's line: a file, a line and a function. None if there is none.
         scope: the path of the module, and the named scopes in it.
-        policy: the policy that held in the module; empty if jmpx ran none.
+        policy: the policy under which it ran; empty if there was none.
         is_backward: whether it is in the backward pass.
         trips: for each loop around it, the outermost first, the iteration in which it was made,
             counted from 0, and the line of the loop.
         operands: the numbers that the operation read.
         results: the numbers that it made.
         loss_scale: the loss scale of the run; None without one among the arguments. If lowering it
-            to its floor does not help, the run is one at the floor.
+            to its floor does not help, the report is about the run at the floor.
         is_at_floor: whether the scale is at its floor.
         cause: why it is not finite, and how to fix it.
         rule: the text to paste: a rule of a policy map, or a loss scale; empty if none fixes it.

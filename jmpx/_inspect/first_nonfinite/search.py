@@ -20,14 +20,14 @@ from jmpx._jaxprs.core import operation_name
 from jmpx._jaxprs.equations import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array, Aval, Equation, Jaxpr
 
-# The results of these hold the numbers of their one operand, which is looked at in their place.
-# `optimization_barrier` has several operands.
+# The results of these hold the numbers of their one operand, which is watched instead of them.
+# `optimization_barrier` may have several operands.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 INF, NAN = 1, 2  # the worst number of an array; 0 if all are finite
-MADE, TURNED = 1, 2  # kinds of events: out of finite numbers; a NaN out of infinities
-_MANY = 64  # equations whose results wait to be looked at
+MADE, TURNED = 1, 2  # kinds of events: made of finite numbers; a NaN made of infinities
+_MANY = 64  # how many equations may wait to be noted
 _GIVEN = ("input", "const", "literal")  # kinds of values that no equation computes
-# Of each site: the largest magnitude; in a loop, also the kind of the first event and its trips.
+# The note of a site: the largest magnitude; in a loop, also the kind of its first event, and trips.
 _Note: TypeAlias = tuple[Array, ...]
 
 
@@ -36,8 +36,8 @@ class Event(NamedTuple):
 
     site: Site
     is_made: bool  # whether all its operands were finite; else it made a NaN out of infinities
-    trips: tuple[int, ...]  # the first trips of the loops around it in which it did, from 0
-    order: tuple[int, ...]  # sorts events by when they ran
+    trips: tuple[int, ...]  # the first trips of the loops around it in which it did so, from 0
+    order: tuple[int, ...]  # sorts events by the time at which they ran
 
 
 class Seen(NamedTuple):
@@ -102,7 +102,7 @@ class Search:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
         self.compiled = CompileCache(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
-        # The number of each site in the order of the program; a loop has that of its first site.
+        # The number of each site in the order of the program; loops have that of their first site.
         self.numbers: dict[SiteKey, int] = {}
         for number, key in enumerate(self.sites):
             for end in range(1, len(key) + 1):
@@ -151,7 +151,7 @@ class Search:
         return Seen(worst, in_loops, *ends)
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
-        """Returns an event of a site, in its place in the order in which equations run."""
+        """Returns an event of a site, with its position in the order in which equations run."""
         order, counts = [], iter(trips)
         for i, eqn in enumerate(site.around):
             if is_loop(eqn):
@@ -163,7 +163,7 @@ class Search:
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Runs the program again; returns the operands and results of an equation in its trip.
 
-        None stands for those that hold no numbers, such as a random key.
+        Operands that hold no numbers, such as random keys, are None.
         """
         key, eqn = event.site.key, event.site.equation
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
@@ -207,8 +207,8 @@ def _level_of(site: Site) -> SiteKey:
 class _Level:
     """The notes of sites that run together, and the arrays that wait to be noted.
 
-    XLA would take long to compile a reduction for each array. So while JAX traces, arrays wait for
-    the next product, which is a kernel of its own, or until JAX flattens the level at its end.
+    XLA takes long to compile a reduction for each array. So while JAX traces, arrays wait for the
+    next product, which is a kernel of its own, or until JAX flattens the level at its end.
     """
 
     def __init__(self, notes: dict[SiteKey, _Note]) -> None:
@@ -233,7 +233,7 @@ class _Level:
 
     def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:
         """Returns the largest magnitudes in each array: NaN if it holds one; none of integers."""
-        # A reduction of several operands is one kernel.
+        # XLA makes one kernel of a reduction of several operands.
         groups: dict[tuple[int, ...], list[tuple[list[Array], Array]]] = {}
         for array in arrays:
             if id(array) not in self.known:
@@ -278,7 +278,7 @@ def _joined(state: dict[SiteKey, _Level], axes: tuple[str, ...]) -> dict[SiteKey
     late = jnp.iinfo(jnp.int32).max
 
     def joined(largest: jax.Array, *event: jax.Array) -> _Note:
-        # All devices run the same trips: the first event is that of the lexically least ones.
+        # All devices run the same trips: the first event has the lexically least ones.
         is_first = event[0] > 0 if event else False
         for trip in event[1:]:
             is_first &= trip == jax.lax.pmin(jnp.where(is_first, trip, late), axes)
@@ -329,7 +329,7 @@ class Flow:
         self.keys = {id(node): key for key, node in self.nodes.items()}
         pairs = zip(graph.inputs, self.seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
-        while self._spread():  # a loop carries values from its end to its beginning
+        while self._spread():  # again, because a loop carries values from its end to its start
             pass
         self.found = self._origin()
 
@@ -363,7 +363,7 @@ class Flow:
         return changed
 
     def _origin(self) -> Event | Value | None:
-        # All results of a skipped step are finite, so the arrays that it checks count, too.
+        # The results of a skipped step are finite, so the arrays that it checks count as results.
         pairs = zip(self.graph.outputs, self.seen.outputs, strict=True)
         ends = [value for value, worst in pairs if worst and value.node is not None]
         ends += [value for node in self.graph.nodes for value in _checked(node)]
@@ -393,7 +393,7 @@ class Flow:
                 continue
             event = self._event(node)
             events += [event] if event else []
-            # In a loop, the NaNs that an operand holds may be of a later trip.
+            # In a loop, NaNs of an operand may be from a later trip.
             is_turned = event is not None and not event.is_made
             nans = [each for each in node.operands if self._worst(each) == NAN]
             waiting += nans if nans and worst == NAN and not is_turned else node.operands

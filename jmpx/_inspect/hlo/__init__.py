@@ -1,13 +1,11 @@
 """Programs as XLA writes them, lowered or compiled: `jmpx.inspect.compiled`.
 
-The way through it:
-
 - `module.py` reads the text of a module of HLO: computations, instructions and their places.
 - `found.py` finds products and collectives in its instructions, and counts FLOPs and bytes.
 - `dataflow.py` evaluates a module without numbers. It counts how often each product and collective
-  runs, and follows inputs to them, and them to outputs, through calls, branches and loops.
-- `report.py` is what users call, and its result, with its tables.
+  runs, and follows inputs to them, and their results to outputs, through calls, branches and loops.
+- `report.py` is the public function, and its result with its tables.
 
-The names of operations are those of HLO, not the primitives of JAX. It imports `_base`, `_jaxprs`,
-and the reports and texts of its own room.
+The names of operations are those of HLO, not of JAX's primitives. The package imports `_base`,
+`_jaxprs`, and the reports and texts of `_inspect`.
 """

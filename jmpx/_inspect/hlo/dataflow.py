@@ -1,7 +1,8 @@
 """Counts how often each product and collective runs, and follows arrays from and to them.
 
-`run` evaluates a module without numbers. Of each array it knows the input that it is a copy of, the
-products and collectives that it is computed from, and its integer if it bounds a loop.
+`run` evaluates a module without numbers. For each array it knows the input that it is a copy of,
+the products and collectives that it is an elementwise function of, and the integer if it may bound
+a loop.
 """
 
 import functools
@@ -19,53 +20,53 @@ from jmpx._inspect.hlo.module import Instruction, Module
 class Number(NamedTuple):
     """An integer: a constant, or the counter of a loop plus an offset."""
 
-    counter: int  # which loop carries it; 0 of constants
+    counter: int  # the number of the loop that carries it; 0 for constants
     offset: int
 
 
-class Value(NamedTuple):
-    """Knowledge of an array."""
+class Known(NamedTuple):
+    """The facts that are known about an array."""
 
-    source: str | None = ""  # the input that it is a copy of; None of constants
-    made_of: frozenset[int] = frozenset()  # which of those found it is an elementwise function of
+    source: str | None = ""  # the input that it is a copy of; None for constants
+    made_of: frozenset[int] = frozenset()  # the numbers of products and collectives behind it
     number: Number | None = None
 
 
-UNKNOWN = Value()
-Tree = Any  # a Value, or a tuple of trees
+UNKNOWN = Known()
+Tree = Any  # a `Known`, or a tuple of trees
 
 
-def _leaves(tree: Tree) -> list[Value]:
-    return jax.tree.leaves(tree, is_leaf=lambda each: isinstance(each, Value))
+def _leaves(tree: Tree) -> list[Known]:
+    return jax.tree.leaves(tree, is_leaf=lambda each: isinstance(each, Known))
 
 
-def _together(join: Callable[[Value, Value], Value], a: Tree, b: Tree) -> Tree:
-    """Joins the values of two trees; where their shapes differ, nothing is known."""
-    if isinstance(a, Value) and isinstance(b, Value):
+def _together(join: Callable[[Known, Known], Known], a: Tree, b: Tree) -> Tree:
+    """Joins the values of two trees; where their structures differ, nothing is known."""
+    if isinstance(a, Known) and isinstance(b, Known):
         return join(a, b)
-    if isinstance(a, Value) or isinstance(b, Value) or len(a) != len(b):
+    if isinstance(a, Known) or isinstance(b, Known) or len(a) != len(b):
         return UNKNOWN
     return tuple(_together(join, *pair) for pair in zip(a, b, strict=True))
 
 
-def _join(a: Value, b: Value) -> Value:
-    """Returns what holds for either of two values, and for a value computed from both."""
+def _join(a: Known, b: Known) -> Known:
+    """Returns the facts that hold for either of two arrays, and for one computed from both."""
     source = a.source if b.source in (None, a.source) else b.source if a.source is None else ""
-    return Value(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
+    return Known(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
 
 
 def _joined(trees: Iterable[Tree]) -> Tree:
     return functools.reduce(lambda a, b: _together(_join, a, b), trees)
 
 
-# Their result is a copy of their first operand: all of it, a part, or in another dtype or place.
+# The result is a copy of the first operand: of all or a part of it, in any dtype, shape or place.
 MOVES = frozenset(
     "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
     "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
     "opt-barrier real reduce-precision reshape reverse slice transpose".split()
 )
-# Their result is a copy of an input if all operands are copies of it, or constants; that of others
-# in `COMBINES` is one if one operand is a copy and the rest are constants.
+# The result of these is a copy of an input if all operands are copies of it, or constants. For the
+# others in `COMBINES`, one operand must be a copy, and the rest constants.
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
 UNARY = frozenset(
@@ -108,12 +109,12 @@ class _Run:
         """Returns an operand, which since JAX 0.12 may be a part of a tuple, as `%x#1` is."""
         value = self._values.get(key, UNKNOWN)
         for index in path:
-            value = value if isinstance(value, Value) else value[index]
+            value = value if isinstance(value, Known) else value[index]
         return value
 
     def _evaluated(self, one: Instruction, operands: list[Tree]) -> Tree:
         found = self._candidates.get(one.key)
-        if found is not None:  # it is empty where another instruction is counted for this one
+        if found is not None:  # it is empty if another instruction is counted instead of this one
             return self._noted(one, found, operands) if found else operands[0]
         if one.kind == "while":
             return self._looped(one, operands[0])
@@ -129,8 +130,8 @@ class _Run:
         around = [one, *reversed(self._around)]
         place = next(filter(None, map(self._module.place, around)), None)
         is_backward = any("transpose(" in each.scope for each in around)
-        # A collective of several arrays has as many operands; a product's further ones are sizes.
-        inputs = [each if isinstance(each, Value) else UNKNOWN for each in operands]
+        # A collective has an operand for each array; further operands of products are sizes.
+        inputs = [each if isinstance(each, Known) else UNKNOWN for each in operands]
         inputs += [UNKNOWN] * (len(found) - len(inputs))
         results = []
         for value, each in zip(inputs, found, strict=False):
@@ -161,7 +162,7 @@ class _Run:
         return _joined(results)
 
     def _looped(self, one: Instruction, initial: Tree) -> Tree:
-        """Evaluates a loop until the knowledge of its carry no longer changes."""
+        """Evaluates a loop until the facts about its carry no longer change."""
         condition, body = one.called
         before, state = len(self.found), initial
         while True:
@@ -180,7 +181,7 @@ class _Run:
             self.found[index] = each._replace(times=times)
         return state
 
-    def _carried(self, before: Value, after: Value) -> Value:
+    def _carried(self, before: Known, after: Known) -> Known:
         """Joins the carry before and after a trip; a number that changes is a counter."""
         number = before.number
         if number and number != after.number and not number.counter:
@@ -188,7 +189,7 @@ class _Run:
         return _join(before, after)._replace(number=number)
 
     def _trips(self, condition: str, *carries: Tree) -> int | None:
-        """Returns how often a loop runs that counts up to a constant; None if it does not."""
+        """Returns how often a loop that counts up to a constant runs; None for other loops."""
         root = next(one for one in self._module.computations[condition] if one.is_root)
         direction = root.attributes.get("direction")
         if root.kind != "compare" or direction not in ("LT", "GT"):
@@ -212,21 +213,21 @@ def _computed(one: Instruction, operands: list[Tree]) -> Tree:
         kind = "tuple" if one.types.startswith("(") else "copy"
     if kind in CONSTANTS:
         is_integer = kind == "constant" and re.match(r"[su]\d+\[\]", one.types)
-        return Value(None, number=Number(0, int(one.operands)) if is_integer else None)
+        return Known(None, number=Number(0, int(one.operands)) if is_integer else None)
     if kind == "tuple":
         return tuple(operands)
     if kind in MOVES or kind.endswith(("-done", "-update")):
         return operands[0]
     if kind == "get-tuple-element":
         (whole,) = operands
-        return whole if isinstance(whole, Value) else whole[int(one.attributes["index"])]
+        return whole if isinstance(whole, Known) else whole[int(one.attributes["index"])]
     if kind in COMBINES:
         return _combined(kind, operands)
-    return Value(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN
+    return Known(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN
 
 
-def _combined(kind: str, operands: list[Value]) -> Value:
-    """Returns the result of an operation on several arrays: of two inputs, a copy of neither."""
+def _combined(kind: str, operands: list[Known]) -> Known:
+    """Returns the result of an operation on several arrays; of two inputs, it copies neither."""
     value = _joined(operands)._replace(number=None)
     if kind == "add":
         value = value._replace(number=_sum(operands[0].number, operands[1].number))
@@ -245,7 +246,7 @@ def run(module: Module, outputs: Sequence[str] = ()) -> list[Found]:
     find = Finder(module)
     every = ((key, find(one)) for key, one in module.instructions.items())
     evaluation = _Run(module, {key: found for key, found in every if found is not None})
-    results = evaluation.computation(module.entry, list(map(Value, module.arguments)))
+    results = evaluation.computation(module.entry, list(map(Known, module.arguments)))
     values = _leaves(results)
     if len(outputs) != len(values):
         outputs = [f"output {index}" for index in range(len(values))]

@@ -21,7 +21,7 @@ COLLECTIVES = frozenset(
     "collective-broadcast".split()
 )
 PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
-KERNEL = "kernel"  # of Pallas, or one that a compiler wrote
+KERNEL = "kernel"  # written by Pallas or by a compiler
 CALLS = {  # products among the custom calls, by the start of their targets
     "__cublas$gemm": "dot",
     "__cublas$lt$": "dot",
@@ -128,8 +128,8 @@ class Finder:
         return [product]
 
     def _collectives(self, kind: str, one: Instruction) -> list[Collective]:
-        # The compiler of TPUs writes a gather that runs beside products into the fusion of each of
-        # them, with one `chain_id`, and a reduce-scatter as a fusion of an all-reduce and a slice.
+        # The TPU compiler splits a gather that overlaps products over their fusions, which have one
+        # `chain_id`, and writes a reduce-scatter as a fusion of an all-reduce and a slice.
         if chain := one.attributes.get("chain_id"):
             if chain in self._chains:
                 return []
@@ -158,7 +158,7 @@ _MESH = re.compile(r"replica_groups=@?mesh\[([^]]*)\] ?\{([^}]*)\}")
 
 
 def _group(rest: str, devices: int) -> int:
-    """Returns how many devices are in a group of a collective; without groups, all take part."""
+    """Returns the size of a collective's groups of devices; without groups, it is all devices."""
     if found := _LISTS.search(rest):
         return found[1].count(",") + 1
     if found := _RANGE.search(rest):
@@ -175,7 +175,7 @@ def _group(rest: str, devices: int) -> int:
 Shape = tuple[int, ...]
 _PRECISION = re.compile(r'operand_precision(?:":\[|=\{)([\w",]+)')
 _ALGORITHM = re.compile(r'\balgorithm(?:":"ALG_(?:DOT_)?|=dot_)(\w+)')
-# In attributes, as `rhs_batch_dims={0}`, and in the configuration of cuBLAS.
+# In attributes, such as `rhs_batch_dims={0}`, and in the configuration of cuBLAS.
 _JOINED = re.compile(r'rhs_(?:contracting|batch|group)_dim(?:ension)?s"?[=:] *[\[{]([^]}]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions": *\[([^]]*)')
 # The fields of a window for each axis, and their defaults.
@@ -183,7 +183,7 @@ _WINDOW = {"lhs_dilate": 9 * "1x", "rhs_dilate": 9 * "1x", "stride": 9 * "1x", "
 
 
 def kind_of(one: Instruction) -> str:
-    """Returns what kind of product an instruction is; "" if it is none."""
+    """Returns the kind of product that an instruction is; "" if it is none."""
     if one.kind in PRODUCTS:
         return one.kind
     return next((kind for start, kind in CALLS.items() if one.target.startswith(start)), "")
@@ -219,7 +219,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _convolution(one: Instruction, inputs: Shape, kernel: Shape, outputs: Shape) -> int:
-    """Counts FLOPs without padding. Groups need no look: the kernel has the inputs of one."""
+    """Counts FLOPs without padding. A grouped kernel has the inputs of one group only."""
     of_inputs, of_kernel, of_outputs = re.split("_|->", one.attributes["dim_labels"])
     count = outputs[of_outputs.index("b")] * outputs[of_outputs.index("f")]
     count *= kernel[of_kernel.index("i")]

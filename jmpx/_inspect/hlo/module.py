@@ -1,4 +1,4 @@
-"""Reads a module of HLO, in which XLA writes programs before, between and after its passes."""
+"""Reads the text of a module of HLO, as XLA writes it before, between and after its passes."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class Instruction:
     types: str  # of its results
     kind: str  # the operation, such as `dot`
     operands: str  # the text in its parentheses
-    rest: str  # the text behind them
+    rest: str  # the text after them
     is_root: bool  # whether it is the result of its computation
 
     @functools.cached_property
@@ -57,14 +57,14 @@ class Instruction:
     @functools.cached_property
     def called(self) -> list[str]:
         """The computations that it calls; of a loop: its condition, then its body."""
-        if self.kind.endswith(("-done", "-update")):  # they repeat that of their `-start`
+        if self.kind.endswith(("-done", "-update")):  # these repeat the call of their `-start`
             return []
         names = " ".join(self.attributes.get(key, "") for key in _CALLED)
         return [name for name, _ in _OPERAND.findall(names)]
 
     @property
     def key(self) -> str:
-        """Its name in the module: two computations may use one name."""
+        """Its name in the module, where two computations may use one name."""
         return self.computation + self.name
 
     @property
@@ -87,7 +87,7 @@ class Instruction:
 class Module:
     """A program, such as `jit_step`: the instructions of its computations, and all by their keys.
 
-    Only behind XLA's partitioner does a text hold how many devices run it: before, pass `devices`.
+    Before XLA's partitioner, a text does not say how many devices run it: pass `devices`.
     """
 
     def __init__(self, text: str, devices: int | None = None) -> None:
@@ -143,11 +143,11 @@ class Module:
             file, function, line, *_ = _numbers(self._tables["FileLocations"][location])
             names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
             yield names[0].strip('"'), line, names[1].strip('"').rpartition(".")[2]
-            frame = parent - 1  # counted from one, and one is none
+            frame = parent - 1  # parents are counted from one, and one is none
 
 
 def _operands(line: str, start: int) -> tuple[str, str]:
-    """Returns the text in the parentheses that open before `start`, and the text behind them."""
+    """Returns the text in the parentheses that open before `start`, and the text after them."""
     depth, end = 1, start
     while depth and end < len(line):
         depth += {"(": 1, ")": -1}.get(line[end], 0)

@@ -1,4 +1,4 @@
-"""What a lowered or compiled step multiplies, sends and keeps: `jmpx.inspect.compiled`."""
+"""`jmpx.inspect.compiled`: the products, collectives and memory of a lowered or compiled step."""
 
 import collections
 import dataclasses
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled(Report):
-    """What a step multiplies, sends and keeps; `print` shows it as tables.
+    """The products, collectives and memory of a step; `print` shows them as tables.
 
     Attributes:
         program: the name of the program, such as `jit_step`.
@@ -126,13 +126,13 @@ class Compiled(Report):
 
 
 def compiled(step: object) -> Compiled:
-    """Returns what a step multiplies, sends between devices, and keeps in memory.
+    """Returns the products, the collectives and the memory of a step.
 
     It runs nothing. A lowered step has the products of the program, on the platform that it is
     lowered for, and the collectives that the program calls itself, under `jax.shard_map` or
-    `jax.pmap`. A compiled step has those of the machine's own program, to which XLA's partitioner
-    adds collectives under `jax.jit` with shardings, and the memory that it takes. The inside of
-    Pallas kernels and of a compiler's own cannot be read; a note says how many there are.
+    `jax.pmap`. A compiled step has the products of the machine's program, the collectives, to which
+    XLA's partitioner adds some under `jax.jit` with shardings, and the memory. Kernels, of Pallas
+    or of the compiler, cannot be read; a note says how many there are.
 
     Args:
         step: the result of `jax.jit(f).lower(...)`, or of its `.compile()`, also of Equinox and
@@ -167,7 +167,7 @@ def compiled(step: object) -> Compiled:
         all-gather bf16 512 params['w']
         reduce-scatter bf16 512 ("result['w']",)
     """
-    for name in "lowered", "compiled":  # how Equinox and Flax NNX keep those of JAX
+    for name in "lowered", "compiled":  # Equinox and Flax NNX keep JAX's objects in these
         kept = getattr(step, name, None)
         step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
     outputs, platform, devices, memory, is_partitioned = [], None, None, None, True
@@ -270,7 +270,7 @@ def _collective_blocks(found: Sequence[Collective]) -> Iterator[str | Table]:
 
 
 def _end_of(one: Found) -> str:
-    """Returns the output that a result becomes, as far as it is known."""
+    """Returns the output that a result becomes, if it is known."""
     if not one.results:
         return "in the backward pass" if one.is_backward else ""
     return f"{'grad ' * one.is_backward}-> {one.results[0]}"
@@ -288,7 +288,7 @@ class _Tables(NamedTuple):
         return self.text(round(sum(map(self.amount, found))))
 
     def groups(self, key: Callable[[Any], object]) -> list[list[Any]]:
-        """Returns those of the same key together, the largest amounts first."""
+        """Groups products or collectives by a key, the largest amounts first."""
         groups: dict[object, list[Any]] = collections.defaultdict(list)
         for one in self.found:
             groups[key(one)].append(one)
@@ -304,7 +304,7 @@ class _Tables(NamedTuple):
         return Table(rows, (0, 1, len(names) + 2))
 
     def largest(self, cells: Callable[[Any], dict[str, str]], right: tuple[int, ...]) -> Table:
-        """Returns a table of `cells`, by the names of their columns, of which the last is a name.
+        """Returns a table of `cells`, dicts by column, the last of which is a name.
 
         Layers whose names differ in numbers alone share a row.
         """

@@ -1,4 +1,4 @@
-"""What a step costs under each policy, on a chip: `jmpx.inspect.plan(make_step, policies)`."""
+"""The public function `jmpx.inspect.plan(make_step, policies)`, and its report."""
 
 import dataclasses
 import os
@@ -13,28 +13,27 @@ from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
 from jmpx._inspect.plan.compiling import ask, line_of, placed, versions
 from jmpx._inspect.programs import Program, traced_step
-from jmpx._inspect.reports import Report, Table
+from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import progress
 from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
-_NUMBERS = 16  # elements that an array argument may have: a key, a count, a loss scale
-_CONSTANT = 8 * 2**20  # bytes that a constant may have: a mask, a table of positions
+_NUMBERS = 16  # the most elements of an array argument: a key, a count, a loss scale
+_CONSTANT = 8 * 2**20  # the most bytes of a constant: a mask, a table of positions
 _NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
     "donate_argnums."
 )
 _UNTUNED = "Nothing is tuned without the GPU: a real run fuses a little more or less."
 _PARTS = 3  # how many shares are shown
-_FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
 
 
 class Planned(NamedTuple):
-    """The costs of a policy; None, or empty, where they are not known.
+    """The costs of a policy; None or empty if they are unknown.
 
-    Products and saved bytes are those of the whole program, as it was traced; the rest is that of
-    one chip, by its compiler.
+    Products and saved bytes are counted in the trace of the whole program; the other fields come
+    from the compiler, for one chip.
     """
 
     policy: str
@@ -43,7 +42,7 @@ class Planned(NamedTuple):
     fits: bool | None = None
     products: tuple[Products, ...] = ()  # by the dtypes of their operands
     saved: dict[str, int] = {}  # bytes that are kept for the backward pass, by dtype
-    accessed: float | None = None  # bytes; the body of a loop counts once
+    accessed: float | None = None  # bytes; a loop's body counts once
     sent: dict[str, float] = {}  # bytes, by the kind of collective and its dtype
     seconds: float | None = None  # that the compiler took
     error: str = ""
@@ -81,14 +80,12 @@ class Plan(Report):
             ImportError: if there is no matplotlib.
             ValueError: if nothing was compiled, or matplotlib knows no such format.
         """
-        from matplotlib.figure import Figure  # here, because only pictures need it
-
         sizes, most = [(row.peak or 0) / 2**30 for row in self.rows], (self.memory or 0) / 2**30
         if not any(sizes):
             raise ValueError("Expected a plan that was compiled, got none: give plan(chip=...).")
-        figure = Figure(figsize=(8, 1.5 + 0.35 * len(sizes)), dpi=150, layout="constrained")
+        figure = new_figure(8, 1.5 + 0.35 * len(sizes))
         axes, places = figure.add_subplot(), range(len(sizes))
-        bars = axes.barh(places, sizes, color=[_FITS if s <= most else _DOES_NOT for s in sizes])
+        bars = axes.barh(places, sizes, color=[BLUE if s <= most else ORANGE for s in sizes])
         labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
         axes.bar_label(bars, labels, padding=3, fontsize=8)
         if max(sizes) > most / 2:  # else the line would make the bars short
@@ -250,7 +247,7 @@ def _cells(rows: Sequence[Planned]) -> list[list[str]]:
 
 def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
     """Returns the cells of a row, by the names of their columns."""
-    # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+    # `bf16` stands for `bfloat16 x bfloat16`, and `bf16 x f32` for mixed operands.
     names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
     products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
     flops = sum(each.flops for each in row.products)
@@ -260,7 +257,7 @@ def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
         "fits": {True: "yes", False: "no", None: ""}[row.fits],
         "FLOP": flop_text(flops) if flops else "",
         "products": _shares(products),
-        # JAX's count, which XLA's peak replaces.
+        # the trace's count, which the compiler's peak replaces
         "saved": "" if is_compiled else _bytes(sum(row.saved.values())),
         "accessed": _bytes(row.accessed),
         "sent": _bytes(sum(row.sent.values())),

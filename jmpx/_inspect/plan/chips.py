@@ -1,6 +1,6 @@
 """The chips whose compilers need no chip, and the settings and options of each compiler.
 
-The benchmarks take `CHIPS`, and of a chip `settings`, `options` and `topology`, from here, too.
+Benchmarks use `CHIPS`, and the `settings`, `options` and `topology` of a chip, too.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax
 
 from jmpx._base.messages import describe, did_you_mean
 
-# Without these, libtpu asks the network which Google machine this is, and one process alone can
-# load it.
+# Without these, libtpu asks the network which Google machine this is, and only one process can load
+# it.
 _TPU_SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -22,7 +22,7 @@ _TPU_SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-# The properties of GPUs, for which XLA asks the driver where there is one.
+# The properties of GPUs, which XLA would otherwise ask the driver for.
 _COMMON = """
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
@@ -43,10 +43,10 @@ _A100 = """
   core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41  memory_bandwidth: 2039040000000
   shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912  l2_cache_size: 41943040
 """
-# Without a GPU nothing is timed: Triton's products would take the first tiling that is legal.
+# Without a GPU nothing is timed, and Triton's products would take the first legal tiling.
 _UNTUNED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-# Versions of JAX. Others fail without the GPU, or were not tried; 0.9.2 compiles for a target of
-# the fields that it knows, but its peak of memory is that of the arguments alone.
+# Versions of JAX. Others fail without the GPU, or were not tried. JAX 0.9.2 compiles for a target
+# of the fields that it knows, but its peak of memory counts the arguments only.
 GPU_VERSIONS = ("0.10.2",)
 
 
@@ -57,9 +57,9 @@ class Chip:
     name: str  # as users write it
     platform: str  # as JAX names it, `"tpu"` or `"cuda"`
     device: str  # its full name
-    memory: int  # the bytes that a program may take: of a TPU as its compiler says, of a GPU all
-    layouts: str = ""  # of TPUs, the smallest first
-    hardware: str = ""  # of a GPU
+    memory: int  # the bytes that a program may use: what a TPU's compiler allows, all of a GPU's
+    layouts: str = ""  # how TPUs are connected, the smallest first
+    hardware: str = ""  # the properties of a GPU
 
     @property
     def settings(self) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """Compiles programs for chips that are not there, in another process; keeps answers in files.
 
-That process runs this file: it reads a line of JSON and an exported program from its standard
+The other process runs this file: it reads a line of JSON and an exported program from its standard
 input, and prints a line of JSON.
 """
 
@@ -31,14 +31,14 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds
 
 _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".split()
-# The words of a TPU's compiler about a program that does not fit.
+# How a TPU's compiler says that a program does not fit.
 _NEEDED = re.compile(r"([\d.]+)([KMGT])\)? (?:exceeds|of) ")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')
 
 
 def placed(program: Program) -> tuple[list[int], list[NamedSharding | None]]:
-    """Returns which arguments a step donates, as it is jitted, and the shardings of all."""
+    """Returns the arguments that a jitted step donates, and the shardings of all arguments."""
     inputs = {var: n for n, var in enumerate(program.jaxpr.jaxpr.invars)}
     donated, shardings = set[int](), [_named(getattr(x, "sharding", None)) for x in program.arrays]
     for eqn in program.jaxpr.eqns:
@@ -77,7 +77,7 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jmpx", "plan", name)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
-    # JAX exports most kernels for its own version alone, and the other process has the same.
+    # JAX exports most kernels only for its own version, which the other process has, too.
     kernels = map(jax.export.DisabledSafetyCheck.custom_call, set(_KERNEL.findall(text)))
     exported = jax.export.export(jitted, platforms=platforms, disabled_checks=[*kernels])(*shapes)
     request["topology"] = chip.topology(exported.nr_devices)
@@ -92,11 +92,11 @@ def ask(program: Program, chip: Chip) -> dict[str, Any]:
 
 
 def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
-    """Returns what the other process prints; without `chips` if it died."""
+    """Returns the answer that the other process prints; it has no `chips` if the process died."""
     config: Any = jax.config  # Any, because JAX does not annotate its settings
     settings = {
         **chip.settings,
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # which holds nothing for chips that are not there
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it holds nothing for chips that are not there
         "JAX_ENABLE_X64": str(config.jax_enable_x64),
         "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
     }
@@ -153,7 +153,7 @@ def answer(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, 
 
 
 def _refused(text: str) -> dict[str, Any]:
-    """Returns why a compiler refused a program, and the memory that it needs if too much."""
+    """Returns why a compiler refused a program, and the memory that it needs if it is too much."""
     if "RESOURCE_EXHAUSTED" not in text:
         return {"error": text[:300]}
     needed = _NEEDED.search(text)
@@ -162,7 +162,7 @@ def _refused(text: str) -> dict[str, Any]:
 
 
 def _shardings(request: dict[str, Any], devices: Sequence[Any]) -> list[NamedSharding | None]:
-    """Returns the shardings of the arguments: where none has one, all are on all devices."""
+    """Returns the shardings of the arguments; if none has one, all are replicated."""
     names, sizes, kinds = request["mesh"] or (["all"], [len(devices)], ["Auto"])
     mesh = Mesh(np.array(devices).reshape(sizes), names, tuple(AxisType[kind] for kind in kinds))
     specs = request["specs"] if request["mesh"] else [[]] * len(request["specs"])

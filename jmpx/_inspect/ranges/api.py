@@ -1,4 +1,4 @@
-"""The ranges as users call them, `jmpx.inspect.ranges(fn)(*args)`, and their report."""
+"""The public function `jmpx.inspect.ranges(fn)(*args)`, and its report."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ from jmpx._inspect.ranges.counting import (
     exponent_of,
     merged,
 )
-from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import check_arrays, scale_text
+from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
+from jmpx._inspect.running import scale_text, with_arrays
 from jmpx._inspect.text import columns, count_text, share_text
 from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 _KINDS = ("activations", "gradients")
 _IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
 _ROWS = 24  # how many scopes are shown
-# Of float16: the exponents of its smallest number, its smallest normal one, and above its largest.
+# The exponents of float16's smallest number, smallest normal number, and above its largest.
 _SMALLEST, _NORMAL, _ABOVE = -24, -14, 16
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLORS = {"activations": "#0072B2", "gradients": "#D55E00"}
-_SHADE = "#009E73"
+_COLORS = {"activations": BLUE, "gradients": ORANGE}
 
 
 # --- The report ---
@@ -57,8 +55,8 @@ class Ranges(Report):
             has a `scope` and a `histogram`.
         gradients: the numbers of the backward pass, by scope.
         masks: constants beyond float16 that `jnp.where` puts into arrays, such as 1e9 for -1e9.
-            Numbers of these magnitudes are counted apart: they do not overflow where they matter,
-            as softmax makes the same of an infinity, and autocast keeps them finite.
+            Numbers of these magnitudes are counted apart, because their overflow does no harm:
+            softmax makes the same of an infinity, and autocast keeps them finite.
     """
 
     __module__ = "jmpx.inspect"
@@ -151,7 +149,7 @@ class Ranges(Report):
             return 1.0  # it has the range of float32
         if operator.index(head_room) < 0:
             raise ValueError(f"Expected head_room= to be at least 0, got {head_room}.")
-        scale = 2.0 ** (found.room(dtype) - head_room)
+        scale = 2.0 ** (found.head_room(dtype) - head_room)
         return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
 
     def plot(
@@ -170,13 +168,10 @@ class Ranges(Report):
             ImportError: if there is no matplotlib.
             ValueError: if matplotlib knows no such format, or there is no such scope.
         """
-        from matplotlib.figure import Figure  # here, because only pictures need it
-
         shift, title = exponent_of(scale), self.title + (f" in {scope}" if scope else "")
         histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
         shown = {kind: each for kind, each in histograms.items() if each.size}
-        size = (8, 1 + 2.6 * max(len(shown), 1))
-        figure = Figure(figsize=size, dpi=150, layout="constrained")
+        figure = new_figure(8, 1 + 2.6 * max(len(shown), 1))
         exponents = [e for each in shown.values() for e in each.exponents]
         low = max(min([*exponents, _SMALLEST, _SMALLEST - shift]) - 2, -80)
         for index, (kind, histogram) in enumerate(shown.items()):
@@ -219,7 +214,7 @@ def _shares(histogram: Histogram, dtype: str, scale: float) -> list[str]:
 
 
 def _format_rows(found: Ranges, scale: float) -> list[list[str]]:
-    """Returns a table: the shares of all activations and gradients that no format holds."""
+    """Returns a table: the shares of activations and gradients that each format does not hold."""
     kinds = [("activations", 1.0), *(("gradients", factor) for factor in sorted({1.0, scale}))]
     rows = [["", "", *Shares._fields]]
     for kind, factor in kinds:
@@ -288,8 +283,8 @@ def _draw(axes: "Axes", kind: str, histogram: Histogram, shift: int) -> None:
     axes.set_yscale("log")
     axes.set_ylim(max(min([1e-1, *percents]) / 2, 1e-6), 400)
     axes.set_ylabel(f"{kind} (%)")
-    axes.axvspan(_NORMAL, _ABOVE, color=_SHADE, alpha=0.18, lw=0, zorder=0)
-    axes.axvspan(_SMALLEST, _NORMAL, color=_SHADE, alpha=0.08, lw=0, zorder=0)
+    axes.axvspan(_NORMAL, _ABOVE, color=GREEN, alpha=0.18, lw=0, zorder=0)
+    axes.axvspan(_SMALLEST, _NORMAL, color=GREEN, alpha=0.08, lw=0, zorder=0)
     for right, text in ((_ABOVE, "float16"), (_NORMAL, "subnormal")):
         axes.text(right - 0.3, 180, text, ha="right", va="center", fontsize=8)
 
@@ -299,7 +294,7 @@ def _draw(axes: "Axes", kind: str, histogram: Histogram, shift: int) -> None:
 
     title = f"in float16: {held(1)}"
     if shift:
-        axes.axvspan(_NORMAL - shift, _ABOVE - shift, fc="none", ec=_SHADE, ls="--", lw=1)
+        axes.axvspan(_NORMAL - shift, _ABOVE - shift, fc="none", ec=GREEN, ls="--", lw=1)
         text = f"float16 at scale 2**{shift}"
         axes.text(_NORMAL - shift + 0.4, 60, text, fontsize=8, va="center")
         title += f"\nat scale 2**{shift}: {held(2.0**shift)}"
@@ -357,8 +352,7 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
 
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
-        program = traced_program(fn, args, kwargs)
-        check_arrays(program, "jmpx.inspect.ranges")
+        program = with_arrays(traced_program(fn, args, kwargs), "jmpx.inspect.ranges")
         rows = Rows(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
         for (scope, is_gradient), counts in zip(rows.table, counted(program, rows), strict=True):

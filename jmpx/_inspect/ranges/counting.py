@@ -17,7 +17,7 @@ from jmpx._base.axes import as_whole
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.graph import Graph, Node, Value, before
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
 from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
@@ -76,7 +76,7 @@ def as_format(dtype: DTypeLike) -> Format:
 
 
 # Numbers are counted by exponent, and in each exponent by the parts of the mantissa between the
-# edges of all formats. So shares are exact, at any scale that is a power of two.
+# edges of all formats. So shares are exact at all scales that are powers of two.
 CUTS = sorted({key % (1 << MANTISSA_BITS) for edges in FORMATS.values() for key in edges} - {0})
 PARTS = len(CUTS) + 1
 BINS = (HIGHEST - LOWEST + 1) * PARTS
@@ -156,7 +156,7 @@ class Histogram:
         counts = (sum(n for i, n in self.bins if low <= i < high) for low, high in ranges)
         return Shares(*(count / max(self.numbers, 1) for count in counts))
 
-    def room(self, dtype: DTypeLike) -> int:
+    def head_room(self, dtype: DTypeLike) -> int:
         """Returns the exponent of the largest scale with which no number overflows in a format."""
         return (bin_of(as_format(dtype).overflows) - 1 - self.bins[-1][0]) // PARTS
 
@@ -194,7 +194,7 @@ class Range:
     histogram: Histogram = Histogram()
 
     def is_in(self, scope: str) -> bool:
-        """Whether this is a scope, inside of it, or inside of one that it selects."""
+        """Whether this is a scope, or inside of it, or inside of a scope that it selects."""
         if not scope:
             return not self.scope
         names, rule = self.scope.split("/"), Rule(scope)
@@ -204,8 +204,8 @@ class Range:
 
 # --- The equations that count, and their scopes ---
 
-# Numbers count where they are computed, not where these move them. Casts move them here, as all
-# runs in float32. A gather counts: embeddings do, and their table, an argument, does not.
+# Numbers count when they are computed, not when these move them. Casts move them here, as all runs
+# in float32. Gathers count, so that embeddings do: their table is an argument.
 _MOVES = IDENTITIES | PLACEMENTS | RESHAPES | (PICKS - {"gather"}) | JOINS | EXCHANGES
 _MOVES |= {"convert_element_type"}
 _OF_ONE_NUMBER = IDENTITIES | RESHAPES | {"convert_element_type", "neg"}  # keep it, up to its sign
@@ -216,33 +216,32 @@ class Rows:
     """The rows of the table of counts: scopes, and whether they are of the backward pass."""
 
     def __init__(self, graph: Graph) -> None:
-        # Magnitudes beyond float16 that `jnp.where` puts into arrays.
+        # The magnitudes beyond float16 that `jnp.where` puts into arrays.
         selects = (node for node in graph.nodes if node.name == "select_n")
         constants = {abs(_constant(value)) for node in selects for value in node.operands[1:]}
         self.masks = tuple(sorted(c for c in constants if LARGEST_FLOAT16 < c < math.inf))
         rows = {
-            key_of(n): (graph.path(n), n.is_backward and _RECOMPUTED not in n.scope.split("/"))
+            key_of(n): (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
             for n in graph.nodes
-            if _is_counted(graph, n)
+            if _is_counted(n)
         }
         self.table = list(dict.fromkeys(rows.values()))
         self.of = {key: self.table.index(row) for key, row in rows.items()}  # by keys of sites
 
 
-def _is_counted(graph: Graph, node: Node) -> bool:
+def _is_counted(node: Node) -> bool:
     if node.is_structure or node.name in _MOVES:
         return False
     if not any(is_floating_dtype(value.dtype) for value in node.results):
         return False
     # Single numbers outside of modules and scopes, such as the loss, a loss scale and the numbers
     # of an optimizer, are float32 whatever the policy says.
-    return graph.selector(node) is not None or any(value.shape for value in node.results)
+    return node.selector is not None or any(value.shape for value in node.results)
 
 
 def _constant(value: Value) -> float:
-    """Returns the number of which a value consists; 0 if that is not known."""
-    while value.node is not None and value.node.name in _OF_ONE_NUMBER:
-        value = value.node.operands[0]
+    """Returns the number that fills a value; 0 if it is unknown."""
+    value = before(value, _OF_ONE_NUMBER)
     if value.constant is None or not is_floating_dtype(value.dtype):
         return 0.0
     numbers = np.asarray(value.constant)
@@ -251,19 +250,19 @@ def _constant(value: Value) -> float:
 
 # --- Counting ---
 
-_FEW = 2000  # equations that count, of a program that compiles sooner as a whole
-_MOST = 1 << 24  # numbers that wait to be counted
+_FEW = 2000  # a program with more equations that count is not compiled as a whole
+_MOST = 1 << 24  # how many numbers may wait to be counted
 _ZERO, _INFINITE, _NAN, _MASKED = range(BINS, BINS + 4)  # the bins after those of numbers
 _SIZE = BINS + 4
 _INFINITY = 0x7F800000
-_NEAR = 1 << 14  # a masked number is a mask plus a score that is smaller by 2**9 or more
+_NEAR = 1 << 14  # a masked number is a mask plus a score, which is smaller by 2**9 or more
 
 
 def counted(program: Program, rows: Rows) -> np.ndarray:
     """Runs a program once in float32, and returns the count in each bin of each row.
 
     A large program runs equation by equation, as outside of `jax.jit`, and only its loops and
-    branches are compiled: XLA would compile the counts of each layer anew, although they are alike.
+    branches are compiled: XLA would compile the equal counts of each layer anew.
     """
 
     def run(constant: Constant, arrays: list[Array]) -> Array:
@@ -284,8 +283,8 @@ def counted(program: Program, rows: Rows) -> np.ndarray:
 class _State:
     """The counts so far, and the arrays that wait to be counted.
 
-    XLA takes long to compile counts of each single array. So while JAX traces, arrays wait until
-    there are many, or until JAX flattens the state where a loop begins or ends.
+    XLA takes long to compile counts for each array. So while JAX traces, arrays wait until there
+    are many, or until JAX flattens the state at the start or the end of a loop.
     """
 
     def __init__(self, rows: Rows, totals: Array) -> None:
@@ -337,7 +336,7 @@ def _counts(
 
 def _joined(arrays: Sequence[Array]) -> Array:
     joined = jnp.concatenate([jnp.reshape(array, -1) for array in arrays])
-    # Without the barrier, XLA compiles the readers of the numbers once for each array.
+    # Without the barrier, XLA compiles the operations that read the numbers once for each array.
     return lax.optimization_barrier(joined)
 
 
@@ -365,12 +364,12 @@ def as_integers(total: Array) -> np.ndarray:
     return pairs[..., 0] + (pairs[..., 1] << 32)
 
 
-# Counts read the bits of float32 numbers as integers, because a processor may take subnormal
-# numbers for zero.
+# Counts read the bits of float32 numbers as integers, because processors may flush subnormal
+# numbers to zero.
 
 
 def magnitudes(array: Array) -> Array:
-    """Returns the bits of the magnitudes of numbers in float32, which are ordered as these are."""
+    """Returns the bits of the magnitudes of numbers in float32, whose order is the same."""
     bits = lax.bitcast_convert_type(lax.convert_element_type(array, jnp.float32), jnp.uint32)
     return bits & np.uint32(0x7FFFFFFF)
 
@@ -380,7 +379,7 @@ def bins_of(bits: Array, masks: Sequence[float] = ()) -> Array:
     low = np.uint32((1 << MANTISSA_BITS) - 1)
     exponent, mantissa = bits >> MANTISSA_BITS, bits & low
     is_subnormal = exponent == 0
-    zeros = lax.clz(mantissa)  # the leading zeros of a subnormal number say its exponent
+    zeros = lax.clz(mantissa)  # the leading zeros of a subnormal number determine its exponent
     normalized = (mantissa << (zeros - np.uint32(31 - MANTISSA_BITS))) & low
     mantissa = jnp.where(is_subnormal, normalized, mantissa)
     above = jnp.where(is_subnormal, np.uint32(31) - zeros, exponent + np.uint32(-127 - LOWEST))
@@ -394,7 +393,7 @@ def bins_of(bits: Array, masks: Sequence[float] = ()) -> Array:
 
 
 def _is_mask(bits: Array, masks: Sequence[float]) -> Array:
-    """Whether magnitudes are those of masks, such as 1e9, up to a score that was added."""
+    """Whether magnitudes are masks, such as 1e9, up to a score that was added."""
     found = jnp.zeros(bits.shape, bool)
     for mask in masks:
         low = max(int(np.float32(mask).view(np.uint32)) - _NEAR, 0)
