@@ -26,7 +26,7 @@ extensions = [
     "chapters",
     "docstrings",
     "figures",
-    "messages",
+    "message_index",
     "pages",
     "public_names",
     "packages",

@@ -90,10 +90,13 @@ class Rounding:
 
         # The program is differentiated before it is rounded, which keeps the rules of custom
         # functions. For higher derivatives, the two functions here are differentiated so, too.
-        call.defvjp(
-            lambda *arrays: self.run(functools.partial(jax.vjp, as_traced), arrays),
-            lambda *given: self.run(lambda pullback, cotangents: pullback(cotangents), given),
-        )
+        def forward(*arrays: Array) -> PyTree:
+            return self.run(functools.partial(jax.vjp, as_traced), arrays)
+
+        def backward(pullback: Callable[..., PyTree], cotangents: PyTree) -> PyTree:
+            return self.run(lambda pullback, given: pullback(given), (pullback, cotangents))
+
+        call.defvjp(forward, backward)
         return traced.rebuild(call(*(consts[i] for i in indices), *traced.arrays))
 
     def evaluate(

@@ -161,9 +161,10 @@ def _rounds_to_nothing(param: jax.Array, change: jax.Array) -> jax.Array:
     # to `param` if that is even. Below a power of two, neighbors are half as far apart.
     half = jnp.maximum(stored, 1) - 2 + (format_.minexp - format_.nmant)
     half -= (is_power & to_zero).astype(jnp.int32)
-    subnormal = jnp.where(half >= -149, 1 << jnp.clip(half + 149, 0, 22), 0)
     # The bits of 2**half in float32; 0 if it is less than the smallest number.
-    half = jnp.where(half >= -126, (half + 127) << 23, subnormal).astype(jnp.uint32)
+    normal = (half + 127) << 23
+    subnormal = jnp.where(half >= -149, 1 << jnp.clip(half + 149, 0, 22), 0)
+    half = jnp.where(half >= -126, normal, subnormal).astype(jnp.uint32)
     largest = np.asarray(format_.max, param.dtype).view(f"uint{format_.bits}").astype(np.uint32)
     is_inf = magnitude > largest[()]  # larger numbers in float16; they stay infinite
     return is_inf | (size < half) | ((size == half) & (code & 1 == 0))

@@ -9,7 +9,7 @@ from helpers import ROOT
 
 pytest.importorskip("sphinx", reason="sphinx is in the docs extra")
 sys.path.append(str(ROOT / "docs" / "_ext"))
-messages = importlib.import_module("messages")
+messages = importlib.import_module("message_index")
 chapters = importlib.import_module("chapters")
 FOUND = messages.collect()
 PRINTED = re.compile(
@@ -38,7 +38,7 @@ def test_each_file_that_raises_or_warns_is_in_the_index():
         for path in messages.ROOT.rglob("*.py")
         if re.search(r"Error\(\s*f?\"[A-Z]|warn\(\s*f?\"", path.read_text())
     }
-    assert len(raising) > 60
+    assert len(raising) > 50
     assert not raising - {each.file for each in messages.Source(messages.ROOT).messages()}
 
 
@@ -50,6 +50,8 @@ OF_OTHER_TESTS = (
     "Expected an error= that float32 can hold",
     "Expected at most as many chips as",
     "Two rules for the primitive",
+    "libcst does not read it to the end",
+    "… traces the function, so that arrays are lost",
 )
 
 

@@ -329,9 +329,8 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
 
 def _nonfinite(func: Function, batch: tuple[PyTree, ...], precision: str) -> str:
     """Returns the error message about results that are not finite, with their first cause."""
-    first, by = first_nonfinite(func)(*batch), ""
-    if first is not None:
-        by = f", first by {first.operation} at {first.place or 'no known line'}"
+    first = first_nonfinite(func)(*batch)
+    by = f", first by {first.operation} at {first.place or 'no known line'}" if first else ""
     return (
         f"Expected results of {name_of(func)} that are finite in {precision}, got NaN or "
         f"infinity{by}: print jmpx.inspect.first_nonfinite(...) for where it came from."

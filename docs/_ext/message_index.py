@@ -159,6 +159,10 @@ class Source:
                 return self.texts(value, function, within)
             case ast.IfExp(body=body, orelse=orelse):
                 return self._any([body, orelse], function, within)
+            case ast.Tuple(elts=elements):  # of messages, one after the other
+                return self._any(elements, function, within)
+            case ast.Starred(value=value):
+                return self.texts(value, function, within)
             case ast.BoolOp(values=[*_, value]):
                 return self.texts(value, function, within)
         return self._elsewhere(node, function, within)
