@@ -155,14 +155,12 @@ class Source:
                 return self._joined([left, right], function, within)
             case ast.FormattedValue(value=ast.Constant(value=value), conversion=114):
                 return [repr(value)]
-            case ast.FormattedValue(value=value, conversion=-1):
+            case ast.FormattedValue(value=value, conversion=-1) | ast.Starred(value=value):
                 return self.texts(value, function, within)
+            case ast.Tuple(elts=several):  # messages, one after the other
+                return self._any(several, function, within)
             case ast.IfExp(body=body, orelse=orelse):
                 return self._any([body, orelse], function, within)
-            case ast.Tuple(elts=elements):  # of messages, one after the other
-                return self._any(elements, function, within)
-            case ast.Starred(value=value):
-                return self.texts(value, function, within)
             case ast.BoolOp(values=[*_, value]):
                 return self.texts(value, function, within)
         return self._elsewhere(node, function, within)
