@@ -39,15 +39,12 @@ class ClassPolicies(Protocol):
 
     def set(self, cls: type, policy: Policy) -> None:
         """Attaches a policy to a class."""
-        ...
 
     def clear(self, cls: type) -> None:
         """Detaches the policy of a class, if it has one."""
-        ...
 
     def check_push(self, cls: type, policy: Policy) -> None:
         """Raises the framework's own error where it cannot push a policy."""
-        ...
 
     def interception(self) -> AbstractContextManager[None]:
         """Intercepts calls of modules while a policy is pushed; see `contexts.Context.hook`."""
