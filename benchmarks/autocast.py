@@ -7,46 +7,41 @@ residual_mib: what JAX hands from the forward to the backward pass of 4 blocks (
 128, width 256) besides the arguments, and its ratio to float32's. It depends on JAX alone, not on
 the machine.
 gradient_error: the norm of the gradients' difference from float32's, relative to float32's norm.
-dots: the operands of all matrix products, forward and backward, lowered for CUDA.
 trace_ms: processor time until the gradients of 24 layers are traced, the blocks written out or
-scanned, with and without autocast in turns; medians, and their ratio. That of save= is to a float32
-model with one jax.checkpoint around it, because checkpoints are what takes the time. Where each
-block is marked by hand, JAX traces one block and finds it again.
+scanned, with and without autocast in turns; medians, and `ratio`. `save_ratio` is that of save= to
+a float32 model with one jax.checkpoint around it, because checkpoints are what takes the time.
 Of `marked blocks`: the same of c=bf16,save=products, which casts operations, and of by=arguments
-with it, over bfloat16 by hand with each block marked; the least of each, without JAX's caches, as a
-process that traces once pays it.
+with it, over bfloat16 by hand with each block marked, where JAX traces one block and finds it
+again; the least of each, without JAX's caches, as a process that traces once pays it.
 Of `by hand`: the same with the model and the loss under `c=bf16`, which casts operations, over
 bfloat16 by hand, whose norms and softmax are float32 islands.
 first_use_ms: the same in fresh processes of which it is the first trace, so that it includes what
 jmpx imports then; medians of five.
-over_jax_ms: processor time of `import jmpx`, `jmp` or `mpx` (PyPI: mixed-precision-for-JAX) after
-`import jax`, in fresh processes; medians. Most of jmpx's is that of `jax.extend`, which it imports
-before the first trace: see `jmpx/_jaxprs/extend.py`.
+over_jax_ms: processor time of `import jmpx` after `import jax`, in fresh processes; medians. Most
+is that of `jax.extend`, which jmpx imports before the first trace: see `jmpx/_jaxprs/extend.py`.
 """
 
 import dataclasses
-import functools
 import gc
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import records
-from compiled_step import count_dots
 from models import SAVEABLE, Transformer, cross_entropy
-from records import Record
+from records import PyTree, Record
 
 import jmpx
 
 BY_ARGUMENTS = "by=arguments,c=bf16,o=f32,save=products"
-PyTree = Any
 Loss = Callable[[PyTree], jax.Array]  # of the parameters
 
 
@@ -87,127 +82,114 @@ def gradients(loss_fn: Loss, params: PyTree) -> np.ndarray:
     return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(grads)])
 
 
-def dot_operands(loss_fn: Loss, params: PyTree) -> dict[str, int]:
-    """Returns how many matrix products have which operands, as lowered for CUDA."""
-    step = jax.jit(jax.value_and_grad(loss_fn)).trace(params)
-    return count_dots(step.lower(lowering_platforms=("cuda",)))
-
-
-def trace_seconds(loss_fn: Loss, params: PyTree, is_first: bool = False) -> float:
-    """Returns the seconds of the processor until the gradients are traced."""
+def trace_ms(loss_fn: Loss, params: PyTree, is_first: bool = False) -> float:
+    """Returns the milliseconds of the processor until the gradients are traced."""
     if is_first:
         jax.clear_caches()
         gc.collect()
     start = time.process_time()
     # A new function, which JAX's caches do not know.
     jax.jit(jax.value_and_grad(lambda params: loss_fn(params))).trace(params)
-    return time.process_time() - start
+    return 1000 * (time.process_time() - start)
+
+
+def in_turns(
+    ways: Iterable[Loss], params: PyTree, small: bool, by: Any = statistics.median, **options: Any
+) -> list[float]:
+    """Returns the milliseconds to trace each way, without its first turn."""
+    turns = [[trace_ms(f, params, **options) for f in ways] for _ in range(2 if small else 8)]
+    return [by(times) for times in zip(*turns[1:], strict=True)]
+
+
+def narrow(layers: int, scanned: bool) -> tuple[Transformer, PyTree, Any]:
+    """Returns a deep narrow model, its parameters and a batch."""
+    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
+    rng = np.random.default_rng(0)
+    return model, model.init(rng), model.batch(rng, 2, 16)
 
 
 def by_policy(
-    layers: int, scanned: bool = False, save: str = "", marked: bool = False
+    layers: int, scanned: bool = False, marked: bool = False
 ) -> tuple[dict[str, Loss], PyTree]:
     """Returns the losses by hand and under policies of a deep narrow model, and its parameters."""
-    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
-    params = model.init(np.random.default_rng(0))
-    x, labels = model.batch(np.random.default_rng(0), 2, 16)
+    model, params, (x, labels) = narrow(layers, scanned)
     with_islands = dataclasses.replace(model, islands=True)
     hand = dataclasses.replace(with_islands, checkpointed=marked)
-    operations = jmpx.apply_policy(model.loss, f"c=bf16{save}")
+    operations = jmpx.apply_policy(model.loss, "c=bf16,save=products" if marked else "c=bf16")
     arguments = jmpx.apply_policy(with_islands.loss, BY_ARGUMENTS)
     ways: dict[str, Loss] = {
         "by hand": lambda params: hand.loss(*jmpx.cast_tree((params, x), jnp.bfloat16), labels),
         "operations": lambda params: operations(params, x, labels),
-        "arguments": lambda params: arguments(params, x, labels),
     }
-    return ways, params
+    more = {"arguments": lambda params: arguments(params, x, labels)} if marked else {}
+    return ways | more, params
 
 
-def in_turns(
-    ways: dict[str, Loss], params: PyTree, rounds: int, is_first: bool = False
-) -> Iterator[list[float]]:
-    """Yields the trace times of each way in milliseconds, without its first."""
-    turns = [
-        [1000 * trace_seconds(loss_fn, params, is_first) for loss_fn in ways.values()]
-        for _ in range(rounds + 1)
-    ]
-    return map(list, zip(*turns[1:], strict=True))
+def measure_policies(
+    layers: int, scanned: bool = False, marked: bool = False, small: bool = False
+) -> Record:
+    ways, params = by_policy(2 if small else layers, scanned, marked)
+    options: Any = {"by": min, "is_first": True} if marked else {}
+    by_hand, *ours = in_turns(ways.values(), params, small, **options)
+    names = ("ratio", "arguments_ratio")[: len(ours)]
+    return dict(zip(names, (round(each / by_hand, 2) for each in ours), strict=True))
 
 
-def ratios(by_hand: float, ours: float, names: tuple[str, ...] = ("trace_ms", "ratio")) -> Record:
-    return dict(zip(names, (round(ours), round(ours / by_hand, 2)), strict=True))
+def measure_trace(layers: int, scanned: bool = False, small: bool = False) -> Record:
+    model, params, (x, labels) = narrow(2 if small else layers, scanned)
+
+    def checkpoint(params: PyTree) -> jax.Array:
+        apply = jax.checkpoint(model.apply, policy=SAVEABLE)  # here: JAX would know it
+        return cross_entropy(apply(params, x), labels)
+
+    ways = losses(model, (x, labels)) | {"checkpoint": checkpoint}
+    names = ("float32", "autocast", "checkpoint", "autocast, save")
+    plain, autocast, one, save = in_turns([ways[name] for name in names], params, small)
+    ratios = {"ratio": round(autocast / plain, 2), "save_ratio": round(save / one, 2)}
+    return {"trace_ms": round(plain), **ratios}
 
 
-def measure_over_marked(layers: int, scanned: bool, rounds: int) -> Record:
-    ways, params = by_policy(layers, scanned, ",save=products", marked=True)
-    by_hand, operations, arguments = map(min, in_turns(ways, params, rounds, is_first=True))
-    more = ratios(by_hand, arguments, ("arguments_trace_ms", "arguments_ratio"))
-    return {"by_hand_trace_ms": round(by_hand), **ratios(by_hand, operations), **more}
-
-
-def measure_over_by_hand(layers: int, rounds: int) -> Record:
-    ways, params = by_policy(layers)
-    del ways["arguments"]
-    by_hand, default = map(statistics.median, in_turns(ways, params, rounds))
-    return {"by_hand_trace_ms": round(by_hand), **ratios(by_hand, default)}
-
-
-def in_processes(code: str, runs: int) -> list[list[float]]:
-    """Runs code in fresh processes, and returns the numbers that each prints but the first.
+def in_processes(code: str, runs: int) -> list[float]:
+    """Runs code in fresh processes, and returns the number that each prints but the first.
 
     Installed packages have their bytecode: without it, each would compile jmpx again.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", code]
-    run = functools.partial(subprocess.run, command, capture_output=True, check=True, text=True)
-    return [[*map(float, run(env=environment).stdout.split())] for _ in range(runs + 1)][1:]
+    run = partial(subprocess.run, command, capture_output=True, check=True, text=True)
+    return [float(run(env=environment).stdout) for _ in range(runs + 1)][1:]
 
 
 FIRST = """
 import autocast
 ways, params = autocast.by_policy({layers})
-print(1000 * autocast.trace_seconds(ways[{name!r}], params))
+print(autocast.trace_ms(ways[{name!r}], params))
 """
 IMPORTED = """
 from time import process_time
-start = process_time()
 import jax
-between = process_time()
-import {library}
-print(between - start, process_time() - between)
+start = process_time()
+import jmpx
+print(1000 * (process_time() - start))
 """
 
 
-def measure_first_use(layers: int, runs: int) -> Record:
-    by_hand, default = (
-        statistics.median(ms for (ms,) in in_processes(FIRST.format(layers=layers, name=n), runs))
+def measure_first_use(layers: int, small: bool = False) -> Record:
+    by_hand, ours = (
+        statistics.median(in_processes(FIRST.format(layers=layers, name=n), 1 if small else 5))
         for n in ("by hand", "operations")
     )
-    names = "first_use_ms", "ratio"
-    return {"by_hand_first_use_ms": round(by_hand), **ratios(by_hand, default, names)}
+    return {"first_use_ms": round(ours), "ratio": round(ours / by_hand, 2)}
 
 
 def measure_import(library: str, small: bool = False) -> Record:
-    """Measures what importing a library adds to `import jax`."""
-    runs = 1 if small else 21
-    times = zip(*in_processes(IMPORTED.format(library=library), runs), strict=True)
-    jax_ms, library_ms = (round(1000 * statistics.median(seconds), 2) for seconds in times)
-    return {"over_jax_ms": library_ms, "jax_ms": jax_ms, "runs": runs}
+    """Measures what importing jmpx adds to `import jax`."""
+    return {"over_jax_ms": round(statistics.median(in_processes(IMPORTED, 1 if small else 21)), 2)}
 
 
-def measure(way: str, small: bool = False) -> Record:
-    rng, rounds = np.random.default_rng(0), 1 if small else ROUNDS
-    if way in BY_HAND:
-        return measure_over_by_hand(1 if small else BY_HAND[way], rounds)
-    if way in MARKED_BLOCKS:
-        layers, scanned = MARKED_BLOCKS[way]
-        return measure_over_marked(2 if small else layers, scanned, rounds)
-    if way in FIRST_USE:
-        return measure_first_use(FIRST_USE[way], 1 if small else 5)
-    if way in SCANNED:
-        return measure_trace(rng, 1 if small else 24, SCANNED[way], rounds)
-    model = Transformer(1, 16, hidden=32) if small else Transformer()
+def measure_loss(way: str, small: bool = False) -> Record:
+    model, rng = Transformer(1, 16, hidden=32) if small else Transformer(), np.random.default_rng(0)
     params, ways = model.init(rng), losses(model, model.batch(rng))
     full, kept = (residual_bytes(ways[name], params) for name in ("float32", way))
     reference, found = (gradients(ways[name], params) for name in ("float32", way))
@@ -216,46 +198,29 @@ def measure(way: str, small: bool = False) -> Record:
         "residual_mib": round(kept / 2**20, 1),
         "of_float32": round(kept / full, 3),
         "gradient_error": round(float(error), 5),
-        "dots": dot_operands(ways[way], params),
     }
 
 
-def measure_trace(rng: np.random.Generator, layers: int, scanned: bool, rounds: int) -> Record:
-    """Returns the trace times of a deep narrow model."""
-    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
-    params, batch = model.init(rng), model.batch(rng, 2, 16)
-
-    def checkpoint(params: PyTree) -> jax.Array:
-        apply = jax.checkpoint(model.apply, policy=SAVEABLE)  # here: JAX would know it
-        return cross_entropy(apply(params, batch[0]), batch[1])
-
-    marked = losses(dataclasses.replace(model, checkpointed=True), batch)["float32"]
-    ways = {**losses(model, batch), "marked": marked, "checkpoint": checkpoint}
-    names = ("float32", "autocast", "checkpoint", "marked", "autocast, save")
-    times = in_turns({name: ways[name] for name in names}, params, rounds)
-    plain, autocast, one, marks, save = map(statistics.median, times)
-    return {
-        "trace_ms": round(plain),
-        "autocast_trace_ms": round(autocast),
-        "ratio": round(autocast / plain, 2),
-        "checkpoint_trace_ms": round(one),
-        "marked_trace_ms": round(marks),
-        "save_trace_ms": round(save),
-        "save_ratio": round(save / one, 2),
-    }
+def measure(way: str, small: bool = False) -> Record:
+    return WAYS[way](small=small)
 
 
-ROUNDS = 7  # of the trace times
-SCANNED = {"24 layers": False, "24 layers, scanned": True}
-BY_HAND = {f"{layers} layers, by hand": layers for layers in (12, 24, 96)}
-MARKED_BLOCKS = {f"{layers} layers, marked blocks": (layers, False) for layers in (12, 48, 96)}
-MARKED_BLOCKS["24 layers, scanned, marked blocks"] = (24, True)
-FIRST_USE = {f"first use, {layers} layers": layers for layers in (1, 4, 12)}
 LOSSES = ("float32", "bfloat16", "grampax", "autocast", "autocast, save", "arguments, save")
-WAYS = (*LOSSES, *SCANNED, *BY_HAND, *MARKED_BLOCKS, *FIRST_USE)
+WAYS: dict[str, Callable[..., Record]] = {
+    **{way: partial(measure_loss, way) for way in LOSSES},
+    "24 layers": partial(measure_trace, 24),
+    "24 layers, scanned": partial(measure_trace, 24, scanned=True),
+    **{f"{n} layers, by hand": partial(measure_policies, n) for n in (12, 24)},
+    **{
+        f"{n} layers, marked blocks": partial(measure_policies, n, marked=True)
+        for n in (12, 48, 96)
+    },
+    "24 layers, scanned, marked blocks": partial(measure_policies, 24, scanned=True, marked=True),
+    **{f"first use, {n} layers": partial(measure_first_use, n) for n in (4, 12)},
+}
 BENCHMARKS: records.Benchmarks = {
     "autocast": ([{"way": way} for way in WAYS], measure),
-    "import_time": ([{"library": library} for library in ("jmpx", "jmp", "mpx")], measure_import),
+    "import_time": ([{"library": library} for library in ("jmpx",)], measure_import),
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 The model is a vision transformer (`models.py`), the optimizer Adam, the step one of `steps.py`; the
 state is donated. A line counts the instructions of the optimized HLO; the operations of its entry
-computation (`entry_ops`); those outside of fusions that run, one by one (`kernels`); copies and
+computation (`entry_ops`); fusions and other operations that run one by one (`kernels`); copies and
 converts; the bytes that XLA says it accesses, and those that it holds besides arguments and results
 (`temp_bytes`). All of these are the same on every machine with one backend, one version of JAX and
 one number of cores. Times are those of the processor (`time.process_time`), over all threads: of
@@ -16,15 +16,14 @@ computes, with the dynamic loss scale that float16 needs. `plain` does none of t
 
 The other benchmarks read their programs with the functions of this file.
 
-Instructions say little: XLA repeats a product with `1 / scale` in every fusion that reads it, and a
-division not.
+Counts of instructions say little: XLA repeats a product with `1 / scale` in every fusion that reads
+it, but not a division.
 """
 
 import collections
 import contextlib
 import json
 import math
-import os
 import re
 import tempfile
 import time
@@ -38,6 +37,7 @@ import steps
 import tpu
 from jax.experimental.compilation_cache import compilation_cache
 from models import ViT
+from records import Record
 from steps import Point
 
 import jmpx
@@ -66,6 +66,8 @@ def count(hlo: str) -> dict[str, int]:
         "instructions": kinds.total(),
         "entry_ops": len(module.computations[module.entry]),
         "kernels": sum(one.kind not in FREE for one in unfused(module)),
+        "fusions": kinds["fusion"],
+        "conditionals": kinds["conditional"],
         "copies": kinds["copy"],
         "converts": kinds["convert"],
     }
@@ -77,7 +79,7 @@ def sizes(kinds: str, hbm: bool = False) -> list[float]:
     return [int(b or 8) / 8 * math.prod(map(int, re.findall(r"\d+", n))) for b, n, _ in found]
 
 
-def clocked(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any, records.Record]:
+def clocked(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any, Record]:
     """Compiles what a function traces for a platform; returns also how long it took."""
     jax.clear_caches()  # which keep the steps that were traced before
     start = time.process_time()
@@ -88,7 +90,20 @@ def clocked(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any
         "trace_cpu_s": round(traced - start, 2),
         "compile_cpu_s": round(time.process_time() - traced, 2),
         "compile_s": round(time.perf_counter() - clock, 1),
-        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def planned(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any, Record]:
+    """Compiles what a function traces for chips that are not there; returns also what it needs."""
+    program, spent = clocked(make, platform, **options)
+    hlo = program.as_text()
+    return program, {
+        "status": "ok",
+        "peak_mib": program.memory_analysis().peak_memory_in_bytes / 2**20,
+        "instructions": len(Module(hlo).instructions),
+        "products": jmpx.inspect.compiled(hlo).counts(),
+        "collectives": mib_by_kind(sends(hlo)),
+        **spent,
     }
 
 
@@ -99,16 +114,6 @@ def counts(compiled: Any) -> dict[str, int]:
         "bytes_accessed": int(compiled.cost_analysis()["bytes accessed"]),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
-
-
-def count_dots(lowered: Any) -> dict[str, int]:
-    """Counts the products of a lowered step by the dtypes of their operands, such as `f16 x f16`.
-
-    Those of a loop count once. What is lowered for CUDA, which needs no GPU, shows the dtypes that
-    a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
-    """
-    found = jmpx.inspect.compiled(lowered).products
-    return dict(sorted(collections.Counter(" x ".join(one.operands) for one in found).items()))
 
 
 # --- What they send ---
@@ -153,15 +158,10 @@ def compiling() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def partitioned(lowered: Any, **options: Any) -> tuple[str, Any]:
-    """Compiles a program; returns the HLO that XLA's partitioner made of it, and the program.
-
-    Args:
-        lowered: what `jax.jit(...).lower` returns.
-        options: further options of XLA.
-    """
+def partitioned(lowered: Any) -> tuple[str, Any]:
+    """Compiles a program; returns the HLO that XLA's partitioner made of it, and the program."""
     with tempfile.TemporaryDirectory() as folder, compiling():
-        options |= {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
         compiled = lowered.compile(compiler_options=options)
         (path,) = Path(folder).glob("*.after_spmd-partitioning.*")
         return path.read_text(), compiled
@@ -234,26 +234,22 @@ class Program(Module):
 
 # --- The steps ---
 
-# Each step of jmpx, and the step by hand that skips in the same way.
-FLOAT16 = {
-    "jmpx_where": "handwritten",
-    "jmpx_jmp_style": "handwritten_late",
-    "jmpx": "handwritten_cond",
-    "jmpx_counting": "handwritten_cond",
-}
-BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
-DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
-GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
-
 
 def measure(
     implementation: str, dtype: str, layers: int, batch: int, small: bool = False
-) -> records.Record:
+) -> Record:
     """Compiles one step and returns its counts and times."""
     model = ViT(1, 16, 2, 32, image=8) if small else ViT(layers)
     point = Point(implementation, dtype)
-    compiled, spent = clocked(lambda: steps.trace(point, model, batch).step, "cpu")
+    compiled, spent = clocked(lambda: steps.trace(point, model, batch), "cpu")
     return counts(compiled) | spent
+
+
+def measure_overhead(way: str, layers: int, batch: int, **_: Any) -> Record:
+    """Compiles one step for a TPU, and returns its counts and its peak of memory."""
+    chips = tpu.devices()[:1]
+    compiled, _ = clocked(lambda: steps.trace(OVERHEAD[way], ViT(layers), batch, chips), "tpu")
+    return {**counts(compiled), "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes}
 
 
 SCALED = "bfloat16_scaled"
@@ -267,24 +263,12 @@ OVERHEAD = {
     "jmp": Point("jmp", SCALED),
     "mpx": Point("mpx", SCALED),
 }
-
-
-def measure_overhead(way: str, layers: int, batch: int, **_: Any) -> records.Record:
-    """Compiles one step for a TPU, and returns its counts and its peak of memory."""
-    trace = lambda: steps.trace(OVERHEAD[way], ViT(layers), batch, sharding=tpu.chip())  # noqa: E731
-    compiled, spent = clocked(lambda: trace().step, "tpu")
-    hlo, memory = compiled.as_text(), compiled.memory_analysis()
-    more = {f"{kind}s": hlo.count(f" {kind}(") for kind in ("fusion", "conditional")}
-    more |= {"peak_bytes": memory.peak_memory_in_bytes, "compile_cpu_s": spent["compile_cpu_s"]}
-    return {**counts(compiled), **more, **tpu.target()}
-
-
+DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
+DRAWN = ("handwritten", "jmpx", "mpx", "jmp")  # over the number of layers
 CHOSEN = [
-    *((name, "float16", layers) for layers in (2, 4, 6, 8) for name in GROWTH),
-    *((n, "float16", 12) for n in ("jmp", "mpx", *FLOAT16, *sorted({*FLOAT16.values()}))),
-    *((name, "float16", 12) for name in DIVIDE.values()),
-    ("handwritten", "float32", 12),
-    *((name, "bfloat16", 12) for name in ("jmp", "mpx", "handwritten", *BFLOAT16)),
+    *((name, "float16", layers) for layers in (2, 4, 6, 8, 12) for name in DRAWN),
+    *((name, "float16", 12) for name in ("jmpx_where", "handwritten_cond", *DIVIDE.values())),
+    *((name, "bfloat16", 12) for name in ("handwritten", "jmpx")),
 ]
 POINTS = [{"implementation": i, "dtype": d, "layers": n, "batch": 8} for i, d, n in CHOSEN]
 WIDE = [{"way": way, "dtype": "bfloat16", "layers": 12, "batch": 64} for way in OVERHEAD]

@@ -6,12 +6,11 @@
 
 A transformer of 3.27 MiB in float32 is trained with AdamW. Each device stores an eighth of every
 parameter and of the optimizer's state, and reads an eighth of the batch. A line has the MiB that a
-device sends in a step, by kind and dtype, as `compiled_step.py` counts them. Scalars, which are
-losses and flags, are counted apart. `gradient_error` is the norm of the gradients' difference from
+device sends in a step, by kind and dtype, as `compiled_step.py` counts them, without those of
+scalars, which are losses and flags. `gradient_error` is the norm of the gradients' difference from
 float64's, relative to float64's norm, and `error_one_device` that of the same step on one device.
 Both are computed on CPUs, rounded where the program says so (`jmpx.inspect.emulate`); but sums over
 devices are in float32 there.
-`peak_mib` is what the compiler of TPUs plans for one device.
 """
 
 import dataclasses
@@ -28,6 +27,7 @@ import records
 import tpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import Transformer
+from records import PyTree, Record
 
 import jmpx
 
@@ -36,7 +36,6 @@ MODEL = Transformer(layers=4, width=128, hidden=512, classes=496, islands=True)
 OPTIMIZER = optax.adamw(1e-3)
 ROWS, WHOLE = P("data"), P()  # shardings
 
-PyTree = Any
 Gradients = tuple[jax.Array, PyTree]  # a loss, and its gradients
 Way = Callable[..., Gradients]  # of the model, the mesh, the parameters and the batch
 
@@ -57,15 +56,9 @@ def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) ->
 # Ways to compute gradients under jit, where XLA inserts the collectives.
 
 
-def plain(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
-    return jax.value_and_grad(model.loss)(*args)
-
-
 def with_policy(policy: str, microbatches: int = 1) -> Way:
-    def way(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
-        return with_jmpx(model.loss, policy, microbatches=microbatches)(*args)
-
-    return way
+    options = {"microbatches": microbatches}
+    return lambda model, mesh, *args: with_jmpx(model.loss, policy, **options)(*args)
 
 
 def with_autocast(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
@@ -98,29 +91,26 @@ def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
         def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
             return model.loss(jmpx.distributed.gather(params, "data", policy), *batch)
 
-        options = {"microbatches": microbatches, "over": "data"}
-        value_and_grad = with_jmpx(loss_fn, policy, uncast=0, **options)
-        return under_shard_map(value_and_grad, mesh)(*args)
+        options: Any = {"microbatches": microbatches, "over": "data", "uncast": 0}
+        return under_shard_map(with_jmpx(loss_fn, policy, **options), mesh)(*args)
 
     return way
 
 
 GATHER = "jmpx.distributed.gather"
-UNDER_JIT: dict[str, Way] = {
-    "float32": plain,
+WAYS: dict[str, Way] = {
+    "float32": lambda model, mesh, *args: jax.value_and_grad(model.loss)(*args),
     "c=bf16": with_policy("c=bf16"),
     "autocast": with_autocast,
     "c=bf16,r=f32": with_policy("c=bf16,r=f32"),
     "c=bf16, 4 micro-batches": with_policy("c=bf16", microbatches=4),
     "c=bf16,r=f32, 4 micro-batches": with_policy("c=bf16,r=f32", microbatches=4),
-}
-UNDER_SHARD_MAP: dict[str, Way] = {
     "all_gather of bf16": gathered_by_hand,
     f"{GATHER}, c=bf16": gathered_by_jmpx("c=bf16"),
     f"{GATHER}, c=bf16,r=bf16": gathered_by_jmpx("c=bf16,r=bf16"),
     f"{GATHER}, c=bf16, 4 micro-batches": gathered_by_jmpx("c=bf16", microbatches=4),
 }
-WAYS = {**UNDER_JIT, **UNDER_SHARD_MAP}
+UNDER_SHARD_MAP = [way for way in WAYS if "gather" in way]
 
 
 # --- The step, and what is read from it ---
@@ -177,7 +167,7 @@ def prepare(way: str, given: Problem, devices: list[Any], emulated: bool = False
     return Prepared(jitted.trace(*tpu.described(arguments, shardings)), arguments, shardings)
 
 
-def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> records.Record:
+def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> Record:
     """Compiles a step for some devices and reads its collectives.
 
     Args:
@@ -186,26 +176,18 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
         given: what is trained.
         devices: those that share the step.
     """
-    prepared = prepare(way, given, devices)
-    more: records.Record = {}
+    traced, errors = prepare(way, given, devices).traced, {}
     if compiler == "stablehlo":
-        found = compiled_step.sends(prepared.traced.lower())
+        program = traced.lower()
     elif compiler == "tpu":
-        program = prepared.traced.lower(lowering_platforms=("tpu",)).compile()
-        found = compiled_step.sends(program.as_text())
-        peak = program.memory_analysis().peak_memory_in_bytes
-        more = {"peak_mib": peak / 2**20, **tpu.target()}
+        program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
     else:
-        text, _ = compiled_step.partitioned(prepared.traced.lower())
-        found = compiled_step.sends(text)
-        more["gradient_error"] = gradient_error(way, given, devices)
-        more["error_one_device"] = gradient_error(way, given, devices[:1])
-    return {
-        "sent_mib": compiled_step.mib(found),
-        "by_kind": compiled_step.mib_by_kind(found),
-        "scalars": sum(one.is_scalar for one in found),
-        **more,
-    }
+        program, _ = compiled_step.partitioned(traced.lower())
+        errors["gradient_error"] = gradient_error(way, given, devices)
+        errors["error_one_device"] = gradient_error(way, given, devices[:1])
+    found = compiled_step.sends(program)
+    sent = {"sent_mib": compiled_step.mib(found), "by_kind": compiled_step.mib_by_kind(found)}
+    return sent | errors
 
 
 def gradient_error(way: str, given: Problem, devices: list[Any]) -> float:
@@ -222,20 +204,22 @@ def norm(tree: PyTree) -> float:
     return sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(tree)) ** 0.5
 
 
-def measure_by(compiler: str, way: str, small: bool = False) -> records.Record:
+def measure_by(compiler: str, way: str, small: bool = False) -> Record:
     devices = tpu.devices() if compiler == "tpu" else jax.devices()
     tiny = Transformer(1, 32, 2, 64, classes=24, islands=True)
     return measure(way, compiler, problem(tiny, 16, 8) if small else problem(), devices)
 
 
-def points(ways: dict[str, Way]) -> list[records.Record]:
-    return [{"way": way} for way in ways]
-
-
 BENCHMARKS: records.Benchmarks = {
-    "fsdp_partitioner": (points(WAYS), functools.partial(measure_by, "partitioner")),
-    "fsdp_stablehlo": (points(UNDER_SHARD_MAP), functools.partial(measure_by, "stablehlo")),
-    "tpu_fsdp": (points(WAYS), functools.partial(measure_by, "tpu")),
+    "fsdp_partitioner": (
+        [{"way": way} for way in WAYS],
+        functools.partial(measure_by, "partitioner"),
+    ),
+    "fsdp_stablehlo": (
+        [{"way": way} for way in UNDER_SHARD_MAP],
+        functools.partial(measure_by, "stablehlo"),
+    ),
+    "tpu_fsdp": ([{"way": way} for way in WAYS], functools.partial(measure_by, "tpu")),
 }
 
 if __name__ == "__main__":

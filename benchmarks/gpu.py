@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import jax
-import records
 import tpu
 
 from jmpx._inspect.plan.chips import CHIPS, GPU_VERSIONS, missing
@@ -28,11 +27,6 @@ def devices(chip: str = "H100", count: int = 1) -> list[Any]:
 def on(chip: str = "H100") -> Any:
     """Returns the sharding of what one GPU has."""
     return jax.sharding.SingleDeviceSharding(devices(chip)[0])
-
-
-def compiler(chip: str) -> records.Record:
-    """Returns the fields of a line that say what it was compiled for, and by what."""
-    return {"target": devices(chip)[0].device_kind, "plugin": records.version("jax-cuda12-plugin")}
 
 
 if __name__ == "__main__":

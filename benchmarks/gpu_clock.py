@@ -4,20 +4,19 @@
     python benchmarks/gpu_clock.py --profile FOLDER    # where the language model spends its time
     python benchmarks/gpu_clock.py --small             # tries it, also without a GPU
 
-Both models have 12 layers of width 768. The ViT reads 64 images of 224 x 224, the language model
-8 x 1,024 bytes. The optimizer is Adam; the state is donated; float16 has a dynamic loss scale. XLA
-compiles eight programs at once, which takes most of the time; all of it should stay under five
-minutes on an H100 or H200. A script that was stopped goes on where it was.
+The steps are those of `gpu_compile.py`, with 12 layers. The ViT reads 64 images of 224 x 224, the
+language model 8 x 1,024 bytes. float16 has a dynamic loss scale. XLA compiles eight programs at
+once, which takes most of the time; all of it should stay under five minutes on an H100 or H200. A
+script that was stopped goes on where it was.
 
-A line has the median and the quartiles of ROUNDS turns, in milliseconds a step, `peak_mib`, what
-XLA plans to hold at most, and the loss, which is alike for steps that train alike. A step that
-fails is a line, too: `oom` if it ran out of memory, else `error`, which is measured again next
+A line has the median and the quartiles of ROUNDS turns, in milliseconds a step, `peak_mib`, the
+most memory that XLA plans to hold, and the loss, which is alike for steps that train alike. A step
+that fails is a line, too: `oom` if it ran out of memory, else `error`, which is measured again next
 time.
 """
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -27,105 +26,66 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import model_steps
-import models
 import numpy as np
 import records
 import steps
-from models import LanguageModel, Transformer
+from gpu_compile import MODELS, NAMES
+from model_steps import LOW, Point
 from records import Record
-from steps import Step
 
 from jmpx._inspect.hlo.module import Module
 
 RESULTS = records.RESULTS / "gpu_clock.jsonl"
 SLICE_S, ROUNDS = 0.1, 10  # how long a turn takes at least, and how many there are
-THREADS = 8  # compile at once
+POOL = ThreadPoolExecutor(8)  # compiles that many programs at once
 STEPS, LONGEST = 3, 12  # of a profile: how many steps it has, and how many kernels are shown
-WIDE: Any = {"width": 768, "heads": 12, "hidden": 3072, "scaled_low": True}
-TINY: Any = {"layers": 1, "width": 16, "heads": 2, "hidden": 32}
-# The batch, the model, and a tiny one to try the script with.
-MODELS: dict[str, tuple[int, Transformer, Transformer]] = {
-    "ViT": (64, dataclasses.replace(models.MODELS["base"], scaled_low=True), models.MODELS["tiny"]),
-    "language model": (
-        *(8, LanguageModel(12, **WIDE, classes=256, length=1024)),
-        LanguageModel(**TINY, classes=16, length=8),
-    ),
-}
-
-
-class Way(NamedTuple):
-    """How a step is written."""
-
-    make: Callable[..., Step]
-    dtype: str = "bfloat16"
-    form: dict[str, Any] = {}  # fields of the model
-
-
-def by_policy(policy: str, dtype: str = "bfloat16") -> Way:
-    return Way(functools.partial(steps.jmpx_style, policy=policy), dtype)
-
-
-BOTH = {
-    "float32": Way(steps.handwritten, "float32"),
-    "by hand": Way(steps.handwritten),
-    "c=bf16": by_policy("c=bf16"),
-    "c=bf16,save=products": by_policy("c=bf16,save=products"),
-    "by hand, blocks marked": Way(steps.handwritten, form=model_steps.MARKED),
-    "by=arguments,c=bf16": by_policy("by=arguments,c=bf16"),
-}
-FLOAT16 = {
-    "float16 by hand": Way(steps.handwritten, "float16"),
-    "float16, JMP": Way(steps.jmp_style, "float16"),
-    "float16, MPX": Way(steps.mpx_style, "float16"),
-    "c=f16": by_policy("c=f16", "float16"),
-    "by=arguments,c=f16": by_policy("by=arguments,c=f16", "float16"),
-}
-SUMS_WIDE = "by hand, embedding summed in float32"
-EMBEDDING = {SUMS_WIDE: Way(steps.handwritten, form={"sums_wide": True})}
-WAYS = {"ViT": BOTH | FLOAT16, "language model": BOTH | EMBEDDING}
-POINTS = [{"model": model, "way": way} for model, ways in WAYS.items() for way in ways]
-PROFILED = ("by hand", SUMS_WIDE, "c=bf16")
+SIZES = {"vit": 64, "long_byte_model": 8}  # the batch of each model
+BOTH = ("float32", "by hand", "autocast", "autocast, save", "by hand, marked blocks")
+BOTH += ("gradient functions",)
+FLOAT16 = ("by hand", "JMP", "MPX", "autocast", "gradient functions")
+PROFILED = ("by hand", "by hand, embedding summed in float32", "autocast")
+CHOSEN = [
+    *((model, way, LOW) for model in SIZES for way in BOTH),
+    *(("vit", way, "float16") for way in FLOAT16),
+    ("long_byte_model", PROFILED[1], LOW),
+]
+POINTS = [{"model": model, "way": way, "dtype": dtype} for model, way, dtype in CHOSEN]
 
 
 # --- One step ---
 
 
-class Program(NamedTuple):
-    """A step that is lowered, and what it begins with."""
+@functools.cache
+def drawn(model: str, size: int, small: bool) -> tuple[Any, Any]:
+    """Draws parameters and a batch, which stay on the host."""
+    rng = np.random.default_rng(0)
+    network = model_steps.transformer(Point(model, "by hand", 1 if small else 12, size), small)
+    return jax.device_get((network.init(rng), network.batch(rng, size)))
 
-    lowered: Any
-    step: Step
-    model: str
-    small: bool
 
-    def start(self) -> tuple[list[jax.Array], Any]:
-        """Returns the leaves of a new state, and a batch."""
-        params, batch = jax.device_put(drawn(self.model, self.small))
-        state = params, self.step.optimizer.init(params), self.step.scaling
+Begin = Callable[[], tuple[list[jax.Array], Any]]
+
+
+def lower(model: str, way: str, dtype: str, small: bool = False) -> tuple[Any, Begin]:
+    """Lowers a step; returns it, and a function that makes the leaves of a state, and a batch."""
+    size = 2 if small else SIZES[model]
+    point = Point(model, way, 1 if small else 12, size, dtype=dtype)
+    step, state, batch = model_steps.make(point, size, small)
+
+    def begin() -> tuple[list[jax.Array], Any]:
+        params, batch = jax.device_put(drawn(model, size, small))
+        state = params, step.optimizer.init(params), step.scaling
         return [jnp.array(leaf) for leaf in jax.tree.leaves(state)], batch
 
-
-@functools.cache
-def drawn(model: str, small: bool) -> tuple[Any, Any]:
-    """Draws parameters and a batch, which stay on the host."""
-    (size, *networks), rng = MODELS[model], np.random.default_rng(0)
-    return jax.device_get((networks[small].init(rng), networks[small].batch(rng, size)))
+    return steps.traced(step, state, batch).lower(), begin
 
 
-def lower(model: str, way: str, small: bool = False) -> Program:
-    (size, *networks), (make, dtype, form) = MODELS[model], WAYS[model][way]
-    network = dataclasses.replace(networks[small], **form)
-    step = make(network, dtype, scales=dtype == "float16")
-    traced = steps.traced(step, *model_steps.abstract(step, network, size), None).step
-    return Program(traced.lower(), step, model, small)
-
-
-compiling: dict[tuple[Any, ...], tuple[Program, Future[Any]]] = {}
+compiling: dict[tuple[Any, ...], tuple[Future[Any], Begin]] = {}
 
 
 def prepare(points: list[Record]) -> None:
@@ -134,26 +94,29 @@ def prepare(points: list[Record]) -> None:
     if platform != "gpu" and not all(point.get("small") for point in points):
         print(f"JAX finds no gpu but a {platform}", file=sys.stderr)
         sys.exit(2)
-    pool = ThreadPoolExecutor(THREADS)
     for point in points:
         with contextlib.suppress(Exception):  # which `measure` meets again
-            program = lower(**point)
-            compiling[tuple(point.values())] = program, pool.submit(program.lowered.compile)
+            compiling[tuple(point.values())] = submit(**point)
+
+
+def submit(**point: Any) -> tuple[Future[Any], Begin]:
+    lowered, begin = lower(**point)
+    return POOL.submit(lowered.compile), begin
 
 
 def measure(**point: Any) -> Record:
     """Returns what was found; a step that fails is a result, too."""
     try:
-        program, compiled = compiling.pop(tuple(point.values()), None) or (lower(**point), None)
-        return timing(program, compiled.result() if compiled else program.lowered.compile())
+        compiled, begin = compiling.pop(tuple(point.values()), None) or submit(**point)
+        return timing(compiled.result(), begin)
     except Exception as error:
         status = "oom" if "RESOURCE_EXHAUSTED" in str(error) else "error"
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return {"status": status, "message": message}
 
 
-def timing(program: Program, compiled: Any) -> Record:
-    leaves, batch = program.start()
+def timing(compiled: Any, begin: Begin) -> Record:
+    leaves, batch = begin()
     count, times, loss = 1, [], math.nan
     for _ in range(2 + ROUNDS):  # the first two say how many steps a turn has
         start = time.perf_counter()
@@ -180,11 +143,11 @@ def profile(folder: Path, small: bool = False) -> str:
     # XLA makes graphs of kernels, in which these have no names.
     options = {} if small else {"xla_gpu_enable_command_buffer": ""}
     for way in PROFILED:
-        program = lower("language model", way, small)
-        compiled = program.lowered.compile(options)
+        lowered, begin = lower("long_byte_model", way, LOW, small)
+        compiled = lowered.compile(options)
         every = Module(compiled.as_text()).instructions.values()
         scopes = {one.name.removeprefix("%"): one.scope for one in every}
-        leaves, batch = program.start()
+        leaves, batch = begin()
         leaves, _ = jax.block_until_ready(compiled(leaves, *batch))
         with jax.profiler.trace(folder / way):
             for _ in range(STEPS):
@@ -211,14 +174,14 @@ def milliseconds(file: Path) -> dict[str, float]:
 
 
 def table(found: list[Record]) -> str:
-    """Returns a row for each way."""
-    lines = {(line["way"], line["model"]): line for line in found}
+    """Returns a row for each way and dtype."""
+    lines = {(line["way"], line["dtype"], line["model"]): line for line in found}
     rows = []
-    for way in dict.fromkeys(way for ways in WAYS.values() for way in ways):
-        ours = [lines.get((way, model), {}) for model in MODELS]
-        rows.append([way, *(cell for line in ours for cell in cells(line))])
-    header = [f"{model}, {unit}" for model in MODELS for unit in ("ms", "MiB")]
-    return records.table(("a step on a GPU", *header), (row for row in rows if any(row[1:])))
+    for way, dtype in dict.fromkeys((way, dtype) for _, way, dtype in CHOSEN):
+        ours = [lines.get((way, dtype, model), {}) for model in SIZES]
+        rows.append([NAMES.get(way, way), dtype, *(cell for line in ours for cell in cells(line))])
+    header = [f"{MODELS[model]}, {unit}" for model in SIZES for unit in ("ms", "MiB")]
+    return records.table(("a step on a GPU", "", *header), (row for row in rows if any(row[2:])))
 
 
 def cells(line: Record) -> tuple[str, str]:
@@ -232,9 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     if words[:1] == ["--profile"]:
         print(profile(Path(words[1]), "--small" in words))
         return
-    if words[:1] != ["--table"]:
-        benchmarks: records.Benchmarks = {"gpu_clock": (POINTS, measure)}
-        records.main(__doc__, benchmarks, words, RESULTS, prepare=prepare)
+    records.main(__doc__, {"gpu_clock": (POINTS, measure)}, words, RESULTS, prepare=prepare)
     if not {"--list", "--small"} & {*words}:
         print(table(records.read(RESULTS)))
 

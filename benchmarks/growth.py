@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import steps
-from model_steps import abstract, shapes
 from models import Transformer
 from records import Record
 
@@ -39,18 +38,14 @@ Ways = dict[str, Callable[[], Any]]  # by name: what is measured
 Line = list[tuple[float, float]]  # sizes and milliseconds
 
 
-def traced(model: Any, implementation: str) -> Any:
-    step = steps.Point(implementation, "float16").make(model)
-    return steps.traced(step, *abstract(step, model, 2), None)
-
-
 def of_steps(model: Any, names: Iterable[str]) -> Ways:
-    return {name: functools.partial(traced, model, name) for name in names}
+    trace = lambda name: steps.trace(steps.Point(name, "float16"), model, 2)  # noqa: E731
+    return {name: functools.partial(trace, name) for name in names}
 
 
 def layers(number: int) -> Ways:
     model = Transformer(number, width=64, hidden=128, islands=True)
-    params, batch = shapes(model, 2)
+    params, batch = steps.shapes(model, 2)
     names = ("handwritten", "jmp", "jmpx", "autocast", "autocast_saved")
     audit = jmpx.inspect.audit(lambda *args: model.loss(*args))
     return {**of_steps(model, names), "audit": lambda: audit(params, *batch)}
@@ -97,7 +92,7 @@ def rules(number: int) -> Ways:
 
 def devices(number: int) -> Ways:
     model = Transformer(2, 256, 4, 256, classes=256, islands=True)
-    given = fsdp.Problem(model, *shapes(model, 256), None)
+    given = fsdp.Problem(model, *steps.shapes(model, 256), None)
     names = [way for way in fsdp.WAYS if "micro" not in way and "r=" not in way]
     lower = lambda way: fsdp.prepare(way, given, jax.devices()[:number]).traced.lower()  # noqa: E731
     return {way: functools.partial(lower, way) for way in names}

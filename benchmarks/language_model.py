@@ -17,14 +17,10 @@ come out worse.
 Each result of 16 bits is rounded where the program writes it (`jmpx.inspect.emulate`), because a
 CPU leaves out most of these roundings. A product reads operands of 16 bits and sums in float32, as
 GPUs and TPUs do.
-
-For gradients within 1 % of float32's, jmpx chooses `by=operations,c=bf16,save=products` (0.4 %):
-    python -m jmpx choose benchmarks/language_model.py:make_losses --error 0.01
 """
 
 import functools
 import hashlib
-import platform
 import pydoc_data.topics
 import statistics
 from collections.abc import Callable, Iterator
@@ -35,15 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
-from records import Record
+from models import LanguageModel, normal, wide
+from records import PyTree, Record
 from tqdm import tqdm
 
 import jmpx
 
 RESULTS = records.RESULTS / "language_model.jsonl"
 SEEDS = 3
-
-PyTree = Any  # JAX has no type for pytrees
 
 
 class Precision(NamedTuple):
@@ -116,75 +111,46 @@ def pieces(text: np.ndarray, size: Size) -> np.ndarray:
     return text[starts[..., None] + np.arange(size.context + 1)]
 
 
-# --- The model: a transformer whose parameters are nested dicts ---
+# --- The model ---
 
 
-def init(size: Size, characters: int, seed: int) -> PyTree:
-    """Returns float32 parameters."""
-    rng, width = np.random.default_rng(seed), size.width
+class Model(LanguageModel):
+    """A transformer without biases, whose norms have a scale alone."""
 
-    def normal(*shape: int, scale: float) -> jax.Array:
-        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+    def init(self, rng: np.random.Generator) -> PyTree:
+        """Returns float32 parameters."""
+        width, hidden = self.width, self.hidden
 
-    def layer() -> PyTree:
+        def layer() -> PyTree:
+            return {
+                "norm1": jnp.ones(width),
+                "qkv": normal(rng, width, 3 * width, deviation=width**-0.5),
+                "attention": normal(rng, width, width, deviation=(2 * self.layers * width) ** -0.5),
+                "norm2": jnp.ones(width),
+                "mlp1": normal(rng, width, hidden, deviation=width**-0.5),
+                "mlp2": normal(rng, hidden, width, deviation=(2 * self.layers * hidden) ** -0.5),
+            }
+
         return {
-            "norm1": jnp.ones(width),
-            "qkv": normal(width, 3 * width, scale=width**-0.5),
-            "mix": normal(width, width, scale=(2 * size.layers * width) ** -0.5),
-            "norm2": jnp.ones(width),
-            "up": normal(width, 4 * width, scale=width**-0.5),
-            "down": normal(4 * width, width, scale=(8 * size.layers * width) ** -0.5),
+            "tokens": normal(rng, self.classes, width),
+            "positions": normal(rng, self.length, width),
+            "layers": [layer() for _ in range(self.layers)],
+            "norm": jnp.ones(width),
+            "head": normal(rng, width, self.classes, deviation=width**-0.5),
         }
 
-    return {
-        "characters": normal(characters, width, scale=1),
-        "positions": normal(size.context, width, scale=1),
-        "layers": [layer() for _ in range(size.layers)],
-        "norm": jnp.ones(width),
-        "head": normal(width, characters, scale=width**-0.5),
-    }
+    def normalized(self, norm: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.standardize(wide(x)).astype(x.dtype) * norm
 
 
-def normalize(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Normalizes the last axis in float32 and scales it."""
-    return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype) * scale
+def model_of(size: Size, text: Text) -> Model:
+    hidden = 4 * size.width
+    return Model(size.layers, size.width, size.heads, hidden, text.characters, length=size.context)
 
 
-def attend(qkv: jax.Array) -> jax.Array:
-    """Mixes the values of each character and those before it; the softmax is in float32."""
-    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.tri(q.shape[1], dtype=bool)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
-def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
-    """Returns the scores of the next characters, of shape (batch, length, characters).
-
-    The model computes in the dtype of the parameters, but for normalization and softmax, which are
-    in float32.
-    """
-    x = params["characters"][text] + params["positions"]
-    for layer in params["layers"]:
-        qkv = (normalize(layer["norm1"], x) @ layer["qkv"]).reshape(*text.shape, 3, heads, -1)
-        x = x + attend(qkv).reshape(x.shape) @ layer["mix"]
-        x = x + jax.nn.gelu(normalize(layer["norm2"], x) @ layer["up"]) @ layer["down"]
-    return normalize(params["norm"], x) @ params["head"]
-
-
-def make_losses() -> tuple[Callable[..., jax.Array], list[tuple[Any, ...]]]:
-    """Makes the loss and batches of its arguments, for `python -m jmpx choose`."""
-    text, size = read_text(), SIZE._replace(batch=4)
-    params, data = init(size, text.characters, 0), batches(text.train, size, 0)
-    return make_loss(Precision(), size.heads), [(params, jnp.asarray(next(data))) for _ in range(8)]
-
-
-def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
+def make_loss(model: Model, autocast: str | None = None) -> Callable[..., jax.Array]:
     """Returns the mean cross-entropy, a function of parameters and text."""
-    apply: Callable[..., jax.Array] = functools.partial(predict, heads=heads)
-    if precision.autocast:
-        apply = jmpx.autocast(apply, precision.autocast)
+    apply = jmpx.autocast(model.apply, autocast) if autocast else model.apply
 
     def loss_fn(params: PyTree, text: jax.Array) -> jax.Array:
         logits = apply(params, text[:, :-1]).astype(jnp.float32)
@@ -195,8 +161,8 @@ def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array],
 
 def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     """Trains one model, and returns its validation losses and how many steps it skipped."""
-    policy = jmpx.get_policy(precision.policy)
-    loss_fn = make_loss(precision, size.heads)
+    policy, model = jmpx.get_policy(precision.policy), model_of(size, text)
+    loss_fn = make_loss(model, precision.autocast)
     rate = optax.warmup_cosine_decay_schedule(0, 3e-3, size.steps // 10, size.steps)
     optimizer = jmpx.skip_nonfinite(optax.adam(rate))
 
@@ -213,7 +179,7 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     def validate(params: PyTree, text: jax.Array) -> jax.Array:
         return jax.lax.map(functools.partial(loss_fn, policy.cast_to_compute(params)), text).mean()
 
-    params, rng = init(size, text.characters, seed), np.random.default_rng(seed)
+    params, rng = model.init(np.random.default_rng(seed)), np.random.default_rng(seed)
     if precision.nudged:  # each becomes the next larger or smaller number
         ends = jax.tree.map(lambda x: np.float32(np.inf) * rng.choice([-1, 1], x.shape), params)
         params = jax.tree.map(lambda x, end: jnp.nextafter(x, end.astype(np.float32)), params, ends)
@@ -232,13 +198,7 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
 
 
 def points() -> list[Record]:
-    common = {
-        **SIZE._asdict(),
-        "text_sha256": read_text().sha256,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-    }
+    common = {**SIZE._asdict(), "text_sha256": read_text().sha256}
     return [common | {"seed": s, "precision": p} for s in range(SEEDS) for p in PRECISIONS]
 
 
@@ -250,21 +210,17 @@ def measure(precision: str, seed: int, small: bool = False, **fields: Any) -> Re
 
 def table(found: list[Record]) -> str:
     """Returns a Markdown table of the last loss of each seed: one row per precision."""
-    losses: dict[str, dict[int, float]] = {name: {} for name in PRECISIONS}
-    for record in found:
-        losses[record["precision"]][record["seed"]] = record["losses"][-1][1]
+    final = {(r["precision"], r["seed"]): r["losses"][-1][1] for r in found}
     rows = []
-    for name, by_seed in losses.items():
-        base = losses["float32"] if name != "float32" else {}
-        less = [loss - base[seed] for seed, loss in by_seed.items() if seed in base]
-        mean = f"{statistics.mean(less):+.5f}" if less else ""
-        ends = f"{min(less):+.5f} to {max(less):+.5f}" if len(less) > 1 else ""
-        values = by_seed.values()
-        wide = f"{max(values) - min(values):.4f}" if len(by_seed) > 1 else ""
+    for name in PRECISIONS:
+        seeds = [seed for each, seed in final if each == name]
+        losses = [final[name, seed] for seed in seeds]
+        less = [final[name, seed] - final["float32", seed] for seed in seeds]
+        over = f"{statistics.mean(less):+.5f}", f"{min(less):+.5f} to {max(less):+.5f}"
         skipped = sum(r["skipped_steps"] for r in found if r["precision"] == name)
-        if by_seed:
-            loss = f"{statistics.mean(values):.4f}"
-            rows.append((name, str(len(by_seed)), loss, wide, mean, ends, str(skipped)))
+        ours = f"{statistics.mean(losses):.4f}", f"{max(losses) - min(losses):.4f}"
+        over = ("", "") if name == "float32" else over
+        rows.append((name, str(len(seeds)), *ours, *over, str(skipped)))
     header = ("precision", "seeds", "validation loss", "spread over seeds")
     header += ("difference to float32", "smallest to largest", "skipped steps")
     return records.table(header, rows)

@@ -1,9 +1,9 @@
 """Compiles a train step of a Llama for 64 or 256 TPU v5e, without the chips, in seven ways.
 
     pip install -e '.[bench,tpu]'
-    python benchmarks/llama.py                         # 1B on 64 chips, what has no line yet
+    python benchmarks/llama.py                         # what has no line yet
     python benchmarks/llama.py --again --only 1B autocast    # one row, in a minute of a core
-    python benchmarks/llama.py --only 8B               # 8B on 256 chips
+    python benchmarks/llama.py --again --only 8B       # all ways, on 256 chips
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU, a head of its own; the layers are
 scanned, and the backward pass computes each again (`jax.checkpoint`); 2,048 tokens a chip; Adam.
@@ -12,7 +12,6 @@ its share of the batch. With `save="products"` no layer is marked: its peer is `
 saved`, where JAX's policy keeps what products of weights made. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
-- sent_mib: what a chip sends in a step, as `compiled_step.py` counts it; by kind and dtype, too;
 - tflop: of the products of a chip, counted on the jaxpr by `jmpx.inspect.audit`, a loop's as often
   as it runs;
 
@@ -21,8 +20,6 @@ and the other fields of `tpu_compile.py`, where `gflop` counts the body of the l
 
 import collections
 import dataclasses
-import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +33,7 @@ import tpu
 import tpu_compile
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from model_steps import CARRY, LOW, shapes, share
+from model_steps import CARRY, LOW
 from models import SAVEABLE, LanguageModel, Params, Transformer, cross_entropy
 from records import Record
 from steps import Step
@@ -167,22 +164,18 @@ WAYS: dict[str, Callable[[Llama], Step]] = {
     "autocast, save": saved,
 }
 SIZES = {  # the model, and the chips
-    "1B": (Llama(), "v5e:8x8"),
-    "8B": (Llama(32, 4096, 32, 14336, 128_256), "v5e:16x16"),
-    "small": (Llama(2, 64, 4, 128, 256, groups=2, length=32), tpu.TOPOLOGY),
+    "1B": (Llama(), 64),
+    "8B": (Llama(32, 4096, 32, 14336, 128_256), 256),
+    "small": (Llama(2, 64, 4, 128, 256, groups=2, length=32), 8),
 }
 
 
 def trace(way: str, model: Llama, chips: list[Any]) -> Any:
     """Traces a step that donates its state; each chip has one sequence."""
-    mesh = Mesh(np.array(chips), ("data",))
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    rows = NamedSharding(Mesh(np.array(chips), ("data",)), P("data"))
     step = WAYS[way](dataclasses.replace(model, rows=rows))
-    params, batch = shapes(model, mesh.size)
-    state = params, jax.eval_shape(step.optimizer.init, params), step.scaling
-    places = jax.tree.map(partial(share, mesh), state), jax.tree.map(lambda _: rows, batch)
-    state, batch = tpu.described((state, batch), places)
-    return steps.traced(step, state, batch, None, (jax.tree.leaves(places[0]), whole)).step
+    params, batch = steps.shapes(model, len(chips))
+    return steps.traced(step, steps.start(step, params), batch, chips)
 
 
 def teraflops(traced: Any, chips: int) -> float:
@@ -193,18 +186,11 @@ def teraflops(traced: Any, chips: int) -> float:
 
 
 def measure(size: str, chips: int, way: str, small: bool = False) -> Record:
-    """Compiles a step for the chips of a topology."""
-    model, topology = SIZES["small" if small else size]
-    devices = tpu.devices(topology)
+    """Compiles a step for some chips."""
+    model, chips = SIZES["small" if small else size]
+    devices = tpu.devices(chips)
     found = tpu_compile.compiled(lambda: trace(way, model, devices))
-    sent = sum(found.get("collectives", {}).values())
-    tflop = teraflops(trace(way, model, devices), len(devices))
-    return found | {"sent_mib": sent, "tflop": tflop}
-
-
-def points(size: str) -> list[Record]:
-    chips = math.prod(map(int, SIZES[size][1].partition(":")[2].split("x")))
-    return [{"size": size, "chips": chips, "way": way} for way in WAYS]
+    return found | {"tflop": teraflops(trace(way, model, devices), chips)}
 
 
 def sent(record: Record, *kinds: str) -> str:
@@ -231,17 +217,14 @@ def table(found: list[Record], size: str = "1B") -> str:
             f"{record['compile_cpu_s']:.0f}",
         )
         for way in WAYS
-        if (record := by_way.get(way, {"status": ""}))["status"] == "ok"
+        if (record := by_way.get(way))
     ]
     header = (f"Llama {size}, MiB a chip", "peak", "gathered", "summed", "exchanged")
     return records.table((*header, "TFLOP", "s to trace", "s to compile"), rows)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    asked = sys.argv[1:] if arguments is None else arguments
-    found = points("1B") + (points("8B") if "8B" in asked else [])
-    records.main(__doc__, {"llama": (found, measure)}, arguments, RESULTS)
-
+POINTS = [{"size": s, "chips": SIZES[s][1], "way": w} for s in ("1B", "8B") for w in WAYS]
+main = partial(records.main, __doc__, {"llama": (POINTS, measure)}, out=RESULTS)
 
 if __name__ == "__main__":
     main()

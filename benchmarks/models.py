@@ -56,9 +56,7 @@ class Transformer:
         self, rng: np.random.Generator, size: int = 8, length: int = 128
     ) -> tuple[jax.Array, jax.Array]:
         """Returns inputs of shape (size, length, width) and labels of shape (size, length)."""
-        x = rng.normal(size=(size, length, self.width))
-        labels = rng.integers(self.classes, size=x.shape[:2])
-        return jnp.asarray(x, jnp.float32), jnp.asarray(labels, jnp.int32)
+        return normal(rng, size, length, self.width), integers(rng, self.classes, size, length)
 
     def loss(self, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns the mean cross-entropy, in float32."""
@@ -87,11 +85,10 @@ class Transformer:
         return affine(params["head"], self.normalized(params["norm"], x))
 
     def _norm(self) -> Params:
-        return {"scale": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+        return norm_of(self.width)
 
     def _linear(self, rng: np.random.Generator, inputs: int, outputs: int) -> Params:
-        weight = (self.deviation or inputs**-0.5) * rng.normal(size=(inputs, outputs))
-        return {"w": jnp.asarray(weight, jnp.float32), "b": jnp.zeros(outputs)}
+        return linear(rng, inputs, outputs, self.deviation)
 
     def _layer(self, rng: np.random.Generator) -> Params:
         return {
@@ -157,9 +154,7 @@ class ViT(Transformer):
 
     def batch(self, rng: np.random.Generator, size: int = 8) -> tuple[jax.Array, jax.Array]:
         """Returns images of shape (size, image, image, 3) and labels of shape (size,)."""
-        images = rng.normal(size=(size, self.image, self.image, 3))
-        labels = rng.integers(self.classes, size=size)
-        return jnp.asarray(images, jnp.float32), jnp.asarray(labels, jnp.int32)
+        return normal(rng, size, self.image, self.image, 3), integers(rng, self.classes, size)
 
     def apply(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns the scores of the classes, of shape (size, classes)."""
@@ -196,7 +191,7 @@ class LanguageModel(Transformer):
 
     def batch(self, rng: np.random.Generator, size: int = 8) -> tuple[jax.Array, jax.Array]:
         """Returns tokens and the ones that follow them, both of shape (size, length)."""
-        text = jnp.asarray(rng.integers(self.classes, size=(size, self.length + 1)), jnp.int32)
+        text = integers(rng, self.classes, size, self.length + 1)
         return text[:, :-1], text[:, 1:]
 
     def apply(self, params: Params, text: jax.Array) -> jax.Array:
@@ -207,15 +202,28 @@ class LanguageModel(Transformer):
         return self._classify(params, self._blocks(params, x))
 
 
-# The larger model of MPX's paper (arXiv 2507.03312), and a tiny one to try a benchmark with.
-MODELS = {
-    "base": ViT(12, 768, 12, 3072, 1000, image=224, patch=16),
-    "tiny": ViT(1, 16, 2, 32, 10, image=8),
-}
+def normal(rng: np.random.Generator, *shape: int, deviation: float = 1) -> jax.Array:
+    return jnp.asarray(deviation * rng.normal(size=shape), jnp.float32)
+
+
+def integers(rng: np.random.Generator, classes: int, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.integers(classes, size=shape), jnp.int32)
+
+
+def norm_of(width: int) -> Params:
+    return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+
+def linear(
+    rng: np.random.Generator, inputs: int, outputs: int, deviation: float | None = None
+) -> Params:
+    weight = normal(rng, inputs, outputs, deviation=deviation or inputs**-0.5)
+    return {"w": weight, "b": jnp.zeros(outputs)}
 
 
 def affine(params: Params, x: jax.Array) -> jax.Array:
-    return x @ params["w"] + params["b"]
+    """Multiplies by weights and adds a bias, or multiplies by an array."""
+    return x @ params["w"] + params["b"] if isinstance(params, dict) else x @ params
 
 
 def wide(x: jax.Array) -> jax.Array:

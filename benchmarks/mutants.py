@@ -4,15 +4,17 @@
     python benchmarks/mutants.py --mutants 60 --seed 0 > benchmarks/results/mutants.jsonl
 
 Cosmic Ray changes one operator, number, condition, loop, exception or decorator. The mistakes are
-drawn among the lines that the default tests run, and spread over the rooms by their lines of code.
-The tests that run the line run against it, those of the room first, until one fails or they have
-taken two minutes. Which test runs which line is measured once, by a run of all in one process, and
-kept in `.coverage.mutants`. A line of JSON is a room: how many mistakes were planted and noticed,
-and the others; `report.py` writes the table.
+drawn among the lines that the default tests run, and spread over the packages of jmpx by their
+lines of code. The tests that run the line run against it, those of the package first, until one
+fails or they have taken two minutes. Which test runs which line is measured once, by a run of all
+in one process, and kept in `.coverage.mutants`. A line of JSON is a package (`room`): how many
+mistakes were planted and noticed, and the others; `report.py` writes the table.
 """
 
 import argparse
 import ast
+import collections
+import contextlib
 import json
 import multiprocessing
 import os
@@ -28,18 +30,18 @@ TREE = Path(__file__).parents[1]
 RESULTS = TREE / "benchmarks" / "results" / "mutants.jsonl"
 # What became of a mistake that was not noticed: written into the results by hand, after a look.
 THEN = ("noticed by other tests", "led to a test", "change nothing", "left")
-ROOMS = sorted(path.parent.name for path in TREE.glob("jmpx/_*/__init__.py"))
-FOLDERS = {"_jaxprs": "autocast", "_migrate": "cli"}  # of rooms with the tests of another
+PACKAGES = sorted(path.parent.name for path in TREE.glob("jmpx/_*/__init__.py"))
+FOLDERS = {"_jaxprs": "autocast", "_migrate": "cli"}  # of packages with the tests of another
 LIMIT = 120  # seconds, for all tests of a mistake
 
 
-def table(rooms: list[dict[str, Any]]) -> str:
-    """Returns a Markdown table: a row a room, and their sum."""
+def table(found: list[dict[str, Any]]) -> str:
+    """Returns a Markdown table: a row for each package, and their sum."""
     rows = [
-        [room["planted"], room["noticed"], *map([*room["others"].values()].count, THEN)]
-        for room in rooms
+        [line["planted"], line["noticed"], *map([*line["others"].values()].count, THEN)]
+        for line in found
     ]
-    names = [*(f"`{room['room']}`" for room in rooms), "all"]
+    names = [*(f"`{line['room']}`" for line in found), "all"]
     rows.append([sum(column) for column in zip(*rows, strict=True)])
     lines = ([name, *map(str, row)] for name, row in zip(names, rows, strict=True))
     return records.table(("room", "planted", "noticed", *THEN), lines)
@@ -65,15 +67,14 @@ def run(tests: list[str], data: str | None) -> str:
     from coverage import Coverage  # pyright: ignore[reportMissingImports]
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    plugin = Plugin(Coverage(data, source_pkgs=["jmpx"]) if data else None)
+    coverage = Coverage(data, source_pkgs=["jmpx"]) if data else None
+    plugin = Plugin(coverage)
     options = ["-q", "-pno:cacheprovider", "--assert=plain", f"--maxfail={0 if data else 1}"]
-    if not plugin.coverage:
+    with coverage.collect() if coverage else contextlib.nullcontext():
         status = sys.modules["pytest"].main([*options, *tests], [plugin])
-        return plugin.failed or ("all" if status else "")
-    with plugin.coverage.collect():
-        sys.modules["pytest"].main([*options, *tests], [plugin])
-    plugin.coverage.save()
-    return plugin.failed
+    if coverage:
+        coverage.save()
+    return plugin.failed or ("all" if status else "")
 
 
 def failing(tests: list[str], data: str | None = None) -> str:
@@ -101,12 +102,12 @@ def is_noticed(mutant: Any, tests: list[str]) -> bool:
     return False
 
 
-def mutants(room: str) -> dict[Any, list[Any]]:
-    """Returns the mutants of each place in a room, but for the lines of annotations."""
+def mutants(package: str) -> dict[Any, list[Any]]:
+    """Returns the mutants of each place in a package, but for the lines of annotations."""
     from cosmic_ray.commands import init  # pyright: ignore[reportMissingImports]
     from cosmic_ray.work_db import WorkDB  # pyright: ignore[reportMissingImports]
 
-    files = sorted((TREE / "jmpx" / room).rglob("*.py"))
+    files = sorted((TREE / "jmpx" / package).rglob("*.py"))
     init(files, database := WorkDB(":memory:", WorkDB.Mode.create), {})
     places: dict[Any, list[Any]] = {}
     for mutant in (mutation for item in database.work_items for mutation in item.mutations):
@@ -120,8 +121,8 @@ def annotations(module: ast.Module) -> set[int]:
     return {line for node in nodes if node for line in range(node.lineno, node.end_lineno + 1)}
 
 
-def tests_of(room: str, file: str, line: int, data: Any) -> list[str]:
-    """Returns the tests that run a line, those of the room first.
+def tests_of(package: str, file: str, line: int, data: Any) -> list[str]:
+    """Returns the tests that run a line, those of the package first.
 
     If an import runs it, those that run any line of its file.
     """
@@ -129,47 +130,43 @@ def tests_of(room: str, file: str, line: int, data: Any) -> list[str]:
     tests = {*by_line.get(line, ())}
     if tests == {""}:
         tests = {test for found in by_line.values() for test in found}
-    folder = f"tests/{FOLDERS.get(room, room[1:])}/"
+    folder = f"tests/{FOLDERS.get(package, package[1:])}/"
     return sorted(tests - {""}, key=lambda test: (not test.startswith(folder), test))
 
 
-def code_lines(room: str) -> int:
-    """Returns the number of lines of a room on which a statement begins."""
-    trees = [ast.parse(file.read_text()) for file in (TREE / "jmpx" / room).rglob("*.py")]
-    nodes = [[n for n in ast.walk(tree) if isinstance(n, ast.stmt)] for tree in trees]
-    return sum(len({node.lineno for node in found}) for found in nodes)
-
-
 def shares(total: int) -> dict[str, int]:
-    """Returns how many of all mistakes each room gets, by its lines, at least one."""
-    lines = {room: code_lines(room) for room in ROOMS}
-    exact = {room: total * count / sum(lines.values()) for room, count in lines.items()}
-    found = {room: max(1, int(share)) for room, share in exact.items()}
-    for room in sorted(ROOMS, key=lambda room: found[room] - exact[room]):
-        found[room] += sum(found.values()) < total
+    """Returns how many of all mistakes each package gets, by its lines, at least one."""
+    lines = collections.Counter[str]()  # on which a statement begins
+    for package in PACKAGES:
+        for file in (TREE / "jmpx" / package).rglob("*.py"):
+            nodes = ast.walk(ast.parse(file.read_text()))
+            lines[package] += len({node.lineno for node in nodes if isinstance(node, ast.stmt)})
+    exact = {package: total * count / lines.total() for package, count in lines.items()}
+    found = {package: max(1, int(share)) for package, share in exact.items()}
+    for package in sorted(PACKAGES, key=lambda package: found[package] - exact[package]):
+        found[package] += sum(found.values()) < total
     return found
 
 
-def measure(room: str, count: int, seed: int, data: Any) -> dict[str, Any]:
-    rng, places, planted, survivors = random.Random(seed), mutants(room), 0, {}
+def measure(package: str, count: int, seed: int, data: Any) -> dict[str, Any]:
+    rng, places, planted, survivors = random.Random(seed), mutants(package), 0, {}
     for path, start in rng.sample(sorted(places, key=str), len(places)):
-        mutant, tests = rng.choice(places[path, start]), tests_of(room, path, start[0], data)
+        mutant, tests = rng.choice(places[path, start]), tests_of(package, path, start[0], data)
         if planted == count or not tests:
             continue
         planted += 1
         if not is_noticed(mutant, tests):
             place = f"{Path(path).relative_to(TREE)}:{start[0]}:{start[1]}"
             survivors[f"{place} {mutant.operator_name} {mutant.occurrence}"] = "not looked at"
-    noticed = planted - len(survivors)
-    return {"room": room, "seed": seed, "planted": planted, "noticed": noticed, "others": survivors}
+    counts = {"planted": planted, "noticed": planted - len(survivors)}
+    return {"room": package, "seed": seed, **counts, "others": survivors}
 
 
 def main() -> None:
     from coverage import CoverageData  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
-    parser.add_argument("--mutants", type=int, default=60, help="of all rooms together")
+    parser.add_argument("--mutants", type=int, default=60, help="of all packages together")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     sys.dont_write_bytecode = True
@@ -179,9 +176,8 @@ def main() -> None:
     if not (file := TREE / ".coverage.mutants").exists():
         failing(["tests"], str(file))
     (data := CoverageData(str(file))).read()
-    for room, count in shares(given.mutants).items():
-        if room in given.rooms:
-            print(json.dumps(measure(room, count, given.seed, data)), flush=True)
+    for package, count in shares(given.mutants).items():
+        print(json.dumps(measure(package, count, given.seed, data)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
-"""Compiles seven kinds of networks for an H100 and a TPU v5e, cast by hand and by a policy.
+"""Compiles seven kinds of networks for an H100, cast by hand and by a policy.
 
-    pip install --no-deps --target=DIR $(python benchmarks/gpu.py) libtpu
+    pip install --no-deps --target=DIR $(python benchmarks/gpu.py)
     PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/over_by_hand.py      # what is missing
-    PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/over_by_hand.py --only UNet H100
+    PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/over_by_hand.py --only UNet
 
 They are a ResNet-50, a UNet with GroupNorm, a ViT, a language model, a scanned GPT with rotary
 embedding and SwiGLU, a mixture of experts, and a state-space model with an associative scan, in
 plain `jax.numpy`. A network computes in the dtype of its parameters and inputs. Norms, softmax and
-the state of the scan are islands: cast to float32, computed, rounded to the dtype of what came in,
+the state of the scan are islands: cast to float32, computed, rounded to the dtype of the input,
 as Flax does it. In float32 these casts do nothing, so a policy casts a model that has none.
 
 `low_params` makes the program by hand. Its embedding's gradient is summed in bfloat16, because the
 table is cast before its rows are taken, which is how it is usually written.
 
-The optimizer is Adam; the state is donated. A line has the fields of `gpu_compile.py` or of
-`tpu_compile.py`. The table has, over the program by hand, the peak of memory and the compiler's
-estimate of the time: milliseconds of an H100, from which the convolutions are missing, which are
-the same in all programs, and cycles of a v5e.
+The optimizer is Adam; the state is donated. A line has the fields of `gpu_compile.py`. The table
+has, over the program by hand, the peak of memory and the compiler's estimate of the time, which
+leaves out convolutions; these are the same in all programs.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +28,15 @@ import gpu
 import gpu_compile
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import records
 import steps
-import tpu
-import tpu_compile
 from jax import lax
 from llama import Llama
-from model_steps import LOW, shapes
-from models import LanguageModel, Params, ViT, affine, cross_entropy, wide
-from records import Record
+from model_steps import LOW
+from models import affine, cross_entropy, integers, linear, norm_of, normal, wide
+from records import PyTree, Record
 from steps import Step
 
 import jmpx
@@ -49,7 +48,7 @@ POLICIES += ("c=bf16,save=products+mixed", f"c=bf16,save=products+mixed{CARRY}")
 IN_FLOAT32 = ("norm", "decay")  # the parameters that stay float32 by hand
 
 
-def low_params(params: Params) -> Params:
+def low_params(params: PyTree) -> PyTree:
     """Casts parameters, except those that islands read."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
@@ -68,32 +67,19 @@ def moments(x: jax.Array, axes: Any) -> Moments:
     return mean, jnp.maximum((x**2).mean(axes, keepdims=True) - mean**2, 0)
 
 
-def normalized(norm: Params, x: jax.Array, found: Moments) -> jax.Array:
+def normalized(norm: PyTree, x: jax.Array, found: Moments) -> jax.Array:
     mean, variance = found
-    normal = (wide(x) - mean) * (lax.rsqrt(variance + 1e-5) * norm["scale"])
-    return (normal + norm["bias"]).astype(x.dtype)
-
-
-def norm_of(width: int) -> Params:
-    return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+    scaled = (wide(x) - mean) * (lax.rsqrt(variance + 1e-5) * norm["scale"])
+    return (scaled + norm["bias"]).astype(x.dtype)
 
 
 def weight(rng: np.random.Generator, *shape: int) -> jax.Array:
-    scale = np.prod(shape[:-1]) ** -0.5
-    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
-
-
-def linear(rng: np.random.Generator, inputs: int, outputs: int) -> Params:
-    return {"w": weight(rng, inputs, outputs), "b": jnp.zeros(outputs)}
+    return normal(rng, *shape, deviation=math.prod(shape[:-1]) ** -0.5)
 
 
 def convolve(w: jax.Array, x: jax.Array, stride: int = 1) -> jax.Array:
     layout = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
-
-
-def images(rng: np.random.Generator, size: int, side: int) -> jax.Array:
-    return jnp.asarray(rng.normal(size=(size, side, side, 3)), jnp.float32)
 
 
 # --- Convolutions ---
@@ -108,7 +94,7 @@ class ResNet:
     classes: int = 1000
     side: int = 224
 
-    def init(self, rng: np.random.Generator) -> Params:
+    def init(self, rng: np.random.Generator) -> PyTree:
         params = {"stem": weight(rng, 7, 7, 3, self.width), "norm": norm_of(self.width)}
         blocks, inputs = [], self.width
         for stage, depth in enumerate(self.depths):
@@ -118,37 +104,35 @@ class ResNet:
                 inputs = 4 * width
         return params | {"blocks": blocks, "head": linear(rng, inputs, self.classes)}
 
-    def _block_of(self, rng: np.random.Generator, inputs: int, width: int) -> Params:
+    def _block_of(self, rng: np.random.Generator, inputs: int, width: int) -> PyTree:
         kernels = ((1, inputs, width), (3, width, width), (1, width, 4 * width))
-        block: Params = {f"w{i}": weight(rng, k, k, *io) for i, (k, *io) in enumerate(kernels)}
+        block: PyTree = {f"w{i}": weight(rng, k, k, *io) for i, (k, *io) in enumerate(kernels)}
         block |= {f"norm{i}": norm_of(outputs) for i, (*_, outputs) in enumerate(kernels)}
         if inputs != 4 * width:
-            block |= {
-                "w_skip": weight(rng, 1, 1, inputs, 4 * width),
-                "norm_skip": norm_of(4 * width),
-            }
+            block["w_skip"] = weight(rng, 1, 1, inputs, 4 * width)
+            block["norm_skip"] = norm_of(4 * width)
         return block
 
-    def averages(self, params: Params) -> Params:
+    def averages(self, params: PyTree) -> PyTree:
         """Returns the running averages of the norms, in the order in which these run."""
         blocks = params["blocks"]
         norms = [block[name] for block in blocks for name in sorted(block) if "norm" in name]
         return [{"mean": n["bias"], "variance": n["scale"]} for n in (params["norm"], *norms)]
 
     def batch(self, rng: np.random.Generator, size: int) -> tuple[jax.Array, jax.Array]:
-        return images(rng, size, self.side), jnp.asarray(rng.integers(self.classes, size=size))
+        return normal(rng, size, self.side, self.side, 3), integers(rng, self.classes, size)
 
     def loss(
-        self, params: Params, averages: Params, x: jax.Array, labels: jax.Array
-    ) -> tuple[jax.Array, Params]:
-        found: list[Params] = []
+        self, params: PyTree, averages: PyTree, x: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        found: list[PyTree] = []
 
-        def norm(params: Params, x: jax.Array) -> jax.Array:
+        def norm(params: PyTree, x: jax.Array) -> jax.Array:
             mean, variance = moments(x, (0, 1, 2))
             found.append({"mean": mean.ravel(), "variance": variance.ravel()})
             return normalized(params, x, (mean, variance))
 
-        def block(params: Params, x: jax.Array, stride: int) -> jax.Array:
+        def block(params: PyTree, x: jax.Array, stride: int) -> jax.Array:
             h = jax.nn.relu(norm(params["norm0"], convolve(params["w0"], x)))
             h = jax.nn.relu(norm(params["norm1"], convolve(params["w1"], h, stride)))
             h = norm(params["norm2"], convolve(params["w2"], h))
@@ -173,7 +157,7 @@ class UNet:
     groups: int = 32
     side: int = 64
 
-    def init(self, rng: np.random.Generator) -> Params:
+    def init(self, rng: np.random.Generator) -> PyTree:
         times, (first, *_) = 4 * self.widths[0], self.widths
         block = lambda i, o: self._block_of(rng, i, o, times)  # noqa: E731
         down, up, last = [], [], first
@@ -193,7 +177,7 @@ class UNet:
             "last": weight(rng, 3, 3, first, 3),
         }
 
-    def _block_of(self, rng: np.random.Generator, inputs: int, outputs: int, times: int) -> Params:
+    def _block_of(self, rng: np.random.Generator, inputs: int, outputs: int, times: int) -> PyTree:
         block = {"norm0": norm_of(inputs), "w0": weight(rng, 3, 3, inputs, outputs)}
         block |= {"norm1": norm_of(outputs), "w1": weight(rng, 3, 3, outputs, outputs)}
         block["times"] = linear(rng, times, outputs)
@@ -201,10 +185,11 @@ class UNet:
 
     def batch(self, rng: np.random.Generator, size: int) -> tuple[jax.Array, ...]:
         """Returns noisy images, the times of the diffusion, and the noise."""
-        times = jnp.asarray(rng.integers(1000, size=size), jnp.float32)
-        return images(rng, size, self.side), times, images(rng, size, self.side)
+        images = size, self.side, self.side, 3
+        times = integers(rng, 1000, size).astype(jnp.float32)
+        return normal(rng, *images), times, normal(rng, *images)
 
-    def loss(self, params: Params, x: jax.Array, times: jax.Array, noise: jax.Array) -> jax.Array:
+    def loss(self, params: PyTree, x: jax.Array, times: jax.Array, noise: jax.Array) -> jax.Array:
         time = self._embedded(params, times, x.dtype)
         x = convolve(params["first"], x)
         kept = []
@@ -221,20 +206,20 @@ class UNet:
         x = convolve(params["last"], jax.nn.silu(self._norm(params["norm"], x)))
         return jnp.mean((wide(x) - noise) ** 2)
 
-    def _embedded(self, params: Params, times: jax.Array, dtype: Any) -> jax.Array:
+    def _embedded(self, params: PyTree, times: jax.Array, dtype: Any) -> jax.Array:
         half = self.widths[0] // 2
         angles = times[:, None] * 1e4 ** -(np.arange(half, dtype=np.float32) / half)
         time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(dtype)
         first, second = params["times"]
         return jax.nn.silu(affine(second, jax.nn.silu(affine(first, time))))
 
-    def _norm(self, norm: Params, x: jax.Array) -> jax.Array:
+    def _norm(self, norm: PyTree, x: jax.Array) -> jax.Array:
         """Returns GroupNorm: the last axis has as many groups as go into it."""
         grouped = x.reshape(*x.shape[:3], self.groups, -1)
         by_group = jax.tree.map(lambda p: p.reshape(self.groups, -1), norm)
         return normalized(by_group, grouped, moments(grouped, (1, 2, 4))).reshape(x.shape)
 
-    def _block(self, params: Params, x: jax.Array, time: jax.Array) -> jax.Array:
+    def _block(self, params: PyTree, x: jax.Array, time: jax.Array) -> jax.Array:
         h = convolve(params["w0"], jax.nn.silu(self._norm(params["norm0"], x)))
         h = h + affine(params["times"], time)[:, None, None]
         h = convolve(params["w1"], jax.nn.silu(self._norm(params["norm1"], h)))
@@ -247,42 +232,20 @@ class UNet:
 class Normalized:
     """LayerNorm as Flax computes it, in place of a transformer's own."""
 
-    def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
+    def normalized(self, norm: PyTree, x: jax.Array) -> jax.Array:
         return normalized(norm, x, moments(x, -1))
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionTransformer(Normalized, ViT):
-    layers: int = 4
-    width: int = 768
-    heads: int = 12
-    hidden: int = 3072
-    classes: int = 1000
-    image: int = 224
-    patch: int = 16
-    scaled_low: bool = True
+class VisionTransformer(Normalized, models.ViT):
+    pass
 
 
-@dataclasses.dataclass(frozen=True)
-class TextModel(Normalized, LanguageModel):
-    layers: int = 4
-    classes: int = 256
-    length: int = 1024
-    scaled_low: bool = True
+class TextModel(Normalized, models.LanguageModel):
+    pass
 
 
-@dataclasses.dataclass(frozen=True)
 class GPT(Llama):
     """A GPT whose layers are scanned, with rotary embedding, SwiGLU and RMSNorm."""
-
-    layers: int = 8
-    width: int = 768
-    heads: int = 12
-    groups: int = 12
-    hidden: int = 2048
-    classes: int = 256
-    length: int = 1024
-    checkpointed: bool = False
 
     def normalized(self, norm: jax.Array, x: jax.Array) -> jax.Array:
         x32 = wide(x)
@@ -296,17 +259,17 @@ class Experts(TextModel):
 
     experts: int = 8
 
-    def _layer(self, rng: np.random.Generator) -> Params:
+    def _layer(self, rng: np.random.Generator) -> PyTree:
         layer = super()._layer(rng)
         sizes = {"mlp1": (self.width, self.hidden), "mlp2": (self.hidden, self.width)}
         layer |= {name: weight(rng, self.experts, *size) for name, size in sizes.items()}
         return layer | {"router": weight(rng, self.width, self.experts)}
 
-    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+    def _block(self, layer: PyTree, x: jax.Array) -> jax.Array:
         x = x + self._attention(layer, self.normalized(layer["norm1"], x))
         return x + self._mixed(layer, self.normalized(layer["norm2"], x))
 
-    def _mixed(self, layer: Params, x: jax.Array) -> jax.Array:
+    def _mixed(self, layer: PyTree, x: jax.Array) -> jax.Array:
         gates = jax.nn.softmax(wide(x @ layer["router"]))
         chosen = gates.argmax(-1)[..., None] == jnp.arange(self.experts)
         places = jnp.cumsum(chosen, axis=1) - 1
@@ -319,16 +282,15 @@ class Experts(TextModel):
         return jnp.einsum("btec,ebcd->btd", combined, h)
 
 
-@dataclasses.dataclass(frozen=True)
 class StateSpace(TextModel):
     """A language model that mixes positions by a gated linear recurrence, scanned in parallel."""
 
-    def _layer(self, rng: np.random.Generator) -> Params:
+    def _layer(self, rng: np.random.Generator) -> PyTree:
         layer = {"norm1": norm_of(self.width), "in": linear(rng, self.width, 2 * self.width)}
         layer |= {"steps": linear(rng, self.width, self.width), "decay": jnp.zeros(self.width)}
         return layer | {"out": linear(rng, self.width, self.width)}
 
-    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+    def _block(self, layer: PyTree, x: jax.Array) -> jax.Array:
         h = affine(layer["in"], self.normalized(layer["norm1"], x))
         u, gate = jnp.split(h, 2, axis=-1)
         steps = jax.nn.softplus(wide(affine(layer["steps"], u)))
@@ -338,17 +300,23 @@ class StateSpace(TextModel):
         return x + affine(layer["out"], states.astype(x.dtype) * jax.nn.gelu(gate))
 
 
-TINY: Any = {"layers": 2, "width": 128, "heads": 2, "hidden": 256}
-SHORT: Any = TINY | {"length": 64}
+WIDE: Any = {"width": 768, "heads": 12, "hidden": 3072, "scaled_low": True}
+TINY: Any = {"layers": 2, "width": 128, "heads": 2, "hidden": 256, "scaled_low": True}
+TEXT: Any = {"layers": 4, **WIDE, "classes": 256, "length": 1024}
+SHORT: Any = TINY | {"classes": 256, "length": 64}
+GPT_TEXT = TEXT | {"layers": 8, "hidden": 2048, "groups": 12, "checkpointed": False}
 # The batch, the network, and a small one to try.
 ARCHITECTURES: dict[str, tuple[int, Any, Any]] = {
     "ResNet-50": (32, ResNet(), ResNet((1, 1), 16, 10, 32)),
     "UNet": (16, UNet(), UNet((16, 32), 4, 16)),
-    "ViT": (64, VisionTransformer(), VisionTransformer(**TINY, image=32)),
-    "language model": (16, TextModel(), TextModel(**SHORT)),
-    "scanned GPT": (16, GPT(), GPT(**SHORT, groups=2)),
-    "mixture of experts": (16, Experts(), Experts(**SHORT, experts=4)),
-    "state-space model": (16, StateSpace(), StateSpace(**SHORT)),
+    "ViT": (
+        *(64, VisionTransformer(4, **WIDE, classes=1000, image=224, patch=16)),
+        VisionTransformer(**TINY, classes=1000, image=32, patch=16),
+    ),
+    "language model": (16, TextModel(**TEXT), TextModel(**SHORT)),
+    "scanned GPT": (16, GPT(**GPT_TEXT), GPT(**SHORT, groups=2, checkpointed=False)),
+    "mixture of experts": (16, Experts(**TEXT), Experts(**SHORT, experts=4)),
+    "state-space model": (16, StateSpace(**TEXT), StateSpace(**SHORT)),
 }
 
 
@@ -365,26 +333,21 @@ def loss_of(model: Any) -> Loss:
 
 
 def by_hand(loss_fn: Loss) -> Loss:
-    def low(params: Params, averages: Any, x: jax.Array, *rest: jax.Array) -> Any:
+    def low(params: PyTree, averages: Any, x: jax.Array, *rest: jax.Array) -> Any:
         inputs = steps.cast(x, LOW)  # tokens stay integers
         return loss_fn(low_params(params), averages, inputs, *rest)
 
     return low
 
 
-def policy(text: str) -> Callable[[Loss], Loss]:
-    return lambda loss_fn: jmpx.apply_policy(loss_fn, text)
-
-
 WAYS: dict[str, Callable[[Loss], Loss]] = {
     "by hand": by_hand,
-    **{text: policy(text) for text in POLICIES},
+    **{text: functools.partial(jmpx.apply_policy, policy=text) for text in POLICIES},
 }
-CHIPS = {"H100": gpu.on, "v5e": tpu.chip}
 
 
-def trace(chip: str, model: str, way: str, small: bool) -> Any:
-    """Traces a step that donates its state, for one chip."""
+def trace(model: str, way: str, small: bool) -> Any:
+    """Traces a step that donates its state, for one H100."""
     size, *networks = ARCHITECTURES[model]
     network, size = networks[small], 2 if small else size
     loss_fn = WAYS[way](loss_of(network))
@@ -395,25 +358,20 @@ def trace(chip: str, model: str, way: str, small: bool) -> Any:
         (loss, averages), grads = grad_fn(params, averages, *batch)
         return (*steps.update(grads, params, opt_state), averages), loss
 
-    params, batch = shapes(network, size)
+    params, batch = steps.shapes(network, size)
     averages = network.averages(params) if hasattr(network, "averages") else None
     state = params, jax.eval_shape(steps.ADAM.init, params), averages
-    state, batch = tpu.described(
-        (state, batch), jax.tree.map(lambda _: CHIPS[chip](), (state, batch))
-    )
-    return steps.traced(Step(run, ()), state, batch, None).step
+    return steps.traced(Step(run, ()), state, batch, gpu.devices())
 
 
 def measure(chip: str, model: str, way: str, small: bool = False) -> Record:
-    make = functools.partial(trace, chip, model, way, small)
-    return gpu_compile.compiled(make, chip) if chip == "H100" else tpu_compile.compiled(make)
+    return gpu_compile.compiled(functools.partial(trace, model, way, small), chip)
 
 
 def points() -> list[Record]:
     scans = lambda model, way: "scan" in way and "scan" not in model  # noqa: E731
-    every = ((chip, model, way) for chip in CHIPS for model in ARCHITECTURES for way in WAYS)
-    keys = "chip", "model", "way"
-    return [dict(zip(keys, one, strict=True)) for one in every if not scans(*one[1:])]
+    every = ((model, way) for model in ARCHITECTURES for way in WAYS)
+    return [{"chip": "H100", "model": m, "way": w} for m, w in every if not scans(m, w)]
 
 
 main = functools.partial(records.main, __doc__, {"over_by_hand": (points(), measure)}, out=RESULTS)

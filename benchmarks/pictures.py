@@ -10,6 +10,8 @@ and as NAME-dark.png.
 """
 
 import argparse
+import doctest
+import itertools
 import os
 import shlex
 import subprocess
@@ -23,19 +25,17 @@ import growth
 import jax
 import jax.numpy as jnp
 import matplotlib
-import optax
 import records
 import storage
 import tpu_compile
 from records import Record
 
-import jmpx
-
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent
-IMAGES = FOLDER.parent / "docs" / "images"
+DOCS = FOLDER.parent / "docs"
+IMAGES = DOCS / "images"
 BLUE, RED, GREEN, SKY, ORANGE, _, GREY, INK = (f"C{number}" for number in range(8))
 PEAKS = {
     "float32": ("float32", GREY),
@@ -66,10 +66,14 @@ STORED = {"float32": INK, "bfloat16": RED, "bfloat16, stochastic": BLUE}
 STORED |= {"bfloat16, Kahan": GREY, "split master": GREEN}
 
 
-def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+def panels(
+    rows: int, columns: int, height: float, grid: bool = True, **options: Any
+) -> tuple[Any, Any]:
     figure, found = plt.subplots(
         rows, columns, figsize=(7.2, height), layout="constrained", squeeze=False, **options
     )
+    for axes in found.flatten():
+        axes.grid(grid)
     return figure, found.flatten()
 
 
@@ -81,14 +85,15 @@ def finish(figure: Any, text: str, found: Iterable[Record]) -> Any:
 
 def peak_memory() -> Any:
     tpu, gpu = records.read(tpu_compile.RESULTS), records.read(gpu_compile.RESULTS)
-    gpu = [line for line in gpu if line["benchmark"] == "gpu_compile"]
-    shown = {}
-    for name, ours in {"ViT": tpu_compile.VIT, "Language model": tpu_compile.BYTES}.items():
-        group = gpu_compile.SHOWN["ViT" if name == "ViT" else "language model"]
-        shown[f"{name}, TPU v5e"] = tpu_compile.groups(tpu)[ours]
-        lines = {line["way"]: line for line in gpu if gpu_compile.group(line) == group}
-        shown[f"{name}, H100"] = lines
-    figure, each = panels(2, 2, 4.2, sharex=True, sharey=True)
+    on_tpu = records.grouped(tpu, tpu_compile.GROUP)
+    on_gpu = records.grouped(gpu, gpu_compile.KEY)
+    shown = {
+        "ViT, TPU v5e": on_tpu[tpu_compile.VIT],
+        "ViT, H100": on_gpu[gpu_compile.SHOWN["ViT"]],
+        "Language model, TPU v5e": on_tpu[tpu_compile.BYTES],
+        "Language model, H100": on_gpu[gpu_compile.SHOWN["language model"]],
+    }
+    figure, each = panels(2, 2, 4.2, grid=False, sharex=True, sharey=True)
     for axes, (title, lines) in zip(each, shown.items(), strict=True):
         sizes = [lines[way]["peak_mib"] for way in PEAKS]
         shares = [100 * size / sizes[0] for size in sizes]
@@ -117,16 +122,15 @@ def layers() -> Any:
             axes.annotate(words, line[place], **at)
         axes.set_xticks(sorted({record["layers"] for record in found}))
         axes.set(xlabel="transformer layers", ylabel=label, title=title, ylim=0, xlim=0)
-        axes.grid()
     return finish(figure, "A float16 train step, compiled for a CPU", found)
 
 
 def gpu_steps() -> Any:
     """Draws the steps of the GPU's table: to the left is less memory, below is less time."""
-    found = [r for r in records.read(gpu_compile.RESULTS) if r["benchmark"] == "gpu_compile"]
+    found = records.read(gpu_compile.RESULTS)
     figure, both = panels(1, 2, 3.6, sharey=True)
     for axes, (model, group) in zip(both, gpu_compile.SHOWN.items(), strict=True):
-        lines = {r["way"]: r for r in found if gpu_compile.group(r) == group}
+        lines = records.grouped(found, gpu_compile.KEY)[group]
         for way, (color, words, place) in TRADES.items():
             keys = "peak_mib", "estimate_ms"
             point = [lines[way][key] / lines["by hand"][key] for key in keys]
@@ -136,7 +140,6 @@ def gpu_steps() -> Any:
             at = {"textcoords": "offset points", "ha": "right" if place[0] == -8 else "left"}
             axes.annotate(words, point, xytext=place, color=color, weight="bold", **at)
         axes.set(title=model, xlabel="peak memory, by hand = 1", xlim=(0.3, 1.85), ylim=(0.9, 2.1))
-        axes.grid()
     both[0].set_ylabel("estimated time, by hand = 1")
     return finish(figure, "A bfloat16 train step, compiled for an H100", found)
 
@@ -151,7 +154,6 @@ def growing() -> Any:
             axes.plot(*zip(*line, strict=True), label=f"{growth.slope(line):.2f}  {way}", **look)
         axes.set(xscale="log", yscale="log", xlabel=f"number of {axis}", ylabel="CPU ms")
         axes.minorticks_off()
-        axes.grid()
         axes.set_ylim(axes.get_ylim()[0], 90 * axes.get_ylim()[1])  # the legend stands above
         axes.legend(fontsize=8, loc="upper left", title="slope", title_fontsize=8, alignment="left")
     each[-1].axis("off")
@@ -180,49 +182,26 @@ def stored() -> Any:
     more.set_xscale("symlog", linthresh=1e-3, linscale=0.4)
     more.set_xticks([0, 1e-2, 1e-1])
     more.set(xlim=(-3e-3, 1), title="Language model", xlabel="loss over float32's, nats")
-    for axes in (counting, regression, more):
-        axes.grid()
     return finish(figure, "What storing parameters in 16 bits loses", found)
 
 
 # --- The run of docs/logging.md; in the second one, parameters become NaN at a step ---
 
 STEPS, BROKEN = 600, 300
-optimizer = jmpx.skip_nonfinite(optax.adam(0.1))
 
 
-def loss_fn(params, x, y):
-    """Returns the squared error of a layer."""
-    prediction = jnp.tanh(x @ params["w"])
-    return jnp.mean((prediction - y).astype(jnp.float32) ** 2)
-
-
-def batch(step):
-    """Makes the batch of a step, with noise."""
-    key, noise_key = jax.random.split(jax.random.key(step))
-    x = jax.random.normal(key, (64, 3))
-    y = jnp.tanh(x @ jnp.array([[0.5], [-1.0], [2.0]]))
-    return x, y + 0.3 * jax.random.normal(noise_key, y.shape)
-
-
-@jax.jit
-def train_step(params, opt_state, loss_scale, x, y):
-    """Takes a step in float16."""
-    grad_fn = jmpx.value_and_grad(loss_fn, loss_scale, policy="by=arguments,c=f16")
-    _, loss_scale, finite, grads = grad_fn(params, x, y)
-    params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite)
-    return params, opt_state, loss_scale, jmpx.metrics(opt_state, loss_scale)
-
-
-def run(broken):
-    """Returns the metrics of all steps."""
-    params = {"w": jnp.zeros((3, 1))}
-    state = params, optimizer.init(params), jmpx.DynamicLossScale(2.0**18, period=50)
+def run(broken: int | None) -> list[Any]:
+    """Returns the metrics of all steps of the program on the page."""
+    page: Any = {}
+    examples = doctest.DocTestParser().get_examples((DOCS / "logging.md").read_text())
+    for example in itertools.takewhile(lambda _: "train_step" not in page, examples):
+        exec(example.source, page)
+    state = page["params"], page["optimizer"].init(page["params"]), page["mp"].loss_scale
     logged = []
     for step in range(STEPS):
         if step == broken:
             state = {"w": jnp.full((3, 1), jnp.nan)}, *state[1:]
-        *state, metrics = train_step(*state, *batch(step))
+        *state, metrics = page["train_step"](*state, *page["batch"](step))
         logged.append(jax.device_get(metrics))
     return logged
 
@@ -240,8 +219,6 @@ def loss_scales() -> Any:
         below.set_yscale("symlog", linthresh=10)
         below.set_yticks([0, 5, 10, 100, 300], ["0", "5", "10", "100", "300"])
         below.set_xlabel("step")
-    for axes in each:
-        axes.grid()
     each[0].set_ylabel("loss_scale")
     each[2].set_ylabel("skipped steps")
     each[2].legend(loc="upper left")

@@ -3,9 +3,9 @@
 A benchmark has points and a function that measures one. Its script measures the points that its
 file has no line of, prints their lines and keeps them in that file:
 
-    python benchmarks/autocast.py --again             # also what has a line
-    python benchmarks/compiled_step.py --only jmpx 12 # the points that have these values
-    python benchmarks/storage.py --small              # small sizes, kept nowhere
+    python benchmarks/autocast.py --again                     # also points that have a line
+    python benchmarks/compiled_step.py --again --only jmpx 12 # the points that have these values
+    python benchmarks/storage.py --small                      # small sizes, kept nowhere
 """
 
 import argparse
@@ -25,12 +25,14 @@ from tqdm import tqdm
 
 import jmpx
 
+PyTree = Any  # JAX has no type for pytrees
 Record = dict[str, Any]  # what a line of JSON holds
+Group = tuple[Any, ...]  # the values of some fields
 Benchmarks = dict[str, tuple[list[Record], Callable[..., Any]]]  # by name: the points, and measure
 
 RESULTS = Path(__file__).parent / "results"
 CPU = RESULTS / "cpu.jsonl"
-PACKAGES = {name: name for name in ("jax", "jaxlib", "optax", "jmp")}
+PACKAGES = {name: name for name in ("jax", "jaxlib", "optax", "jmp", "libtpu", "jax-cuda12-plugin")}
 PACKAGES["mpx"] = "mixed-precision-for-JAX"
 
 
@@ -127,6 +129,14 @@ def version(package: str) -> str | None:
     return None
 
 
+def grouped(found: Iterable[Record], keys: Iterable[str]) -> dict[Group, dict[str, Record]]:
+    """Returns the lines of each way that have the same values of some fields."""
+    groups: dict[Group, dict[str, Record]] = {}
+    for line in found:
+        groups.setdefault(tuple(line.get(key) for key in keys), {})[line.get("way", "")] = line
+    return groups
+
+
 class Row(NamedTuple):
     """A measure that may be at most `bar`, or at least with `least`."""
 
@@ -149,16 +159,3 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def table_of_bars(rows: Iterable[Row]) -> str:
     return table(("measure", "measured", "bar", "holds"), (row.cells() for row in rows))
-
-
-def plain(value: Any) -> str:
-    """Returns the text of a table's cell."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(plain, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {plain(v)}" for key, v in value.items())
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,16 +1,12 @@
 """Writes the tables of the results into the pages.
 
-    python benchmarks/report.py                        # the pages
-    python benchmarks/report.py --again autocast fsdp  # runs these scripts first
+    python benchmarks/report.py
 
 `benchmarks/README.md` has the bars, README.md and docs/ the tables for visitors; the lines of all
 points are in `benchmarks/results/`.
 """
 
-import argparse
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,11 +19,10 @@ import records
 import roundings
 import storage
 import tpu_compile
-from records import Record, Row, plain, table, table_of_bars
+from records import Record, Row, table, table_of_bars
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
-PAGE = FOLDER / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "benchmarks" / "README.md"
 MARKS = "<!-- table, by report.py -->", "<!-- end -->"
 
 # --- The bars: what has to hold, and what was measured ---
@@ -35,10 +30,19 @@ MARKS = "<!-- table, by report.py -->", "<!-- end -->"
 COUNTS = {"kernels": "kernels", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12, "arguments, save": 0.12}
 TRACES = {"24 layers": 2.3}
-BY_HAND = {f"{layers} layers, by hand": 1.15 for layers in (12, 24, 96)}
-MARKED_BLOCKS = {f"{layers} layers, marked blocks": 1.15 for layers in (12, 48, 96)}
-MARKED_BLOCKS["24 layers, scanned, marked blocks"] = 1.0
+BY_HAND = {f"{layers} layers, by hand": 1.15 for layers in (12, 24)}
+MARKED = {f"{layers} layers, marked blocks": 1.15 for layers in (12, 48, 96)}
+MARKED["24 layers, scanned, marked blocks"] = 1.0
 FIRST_USE = {f"first use, {layers} layers": 1.6 for layers in (4, 12)}
+AUTOCAST = [  # of `autocast.py`: a field, the bars of some ways, and what it measures
+    ("of_float32", RESIDUALS, "residual bytes over float32's"),
+    ("ratio", TRACES, "trace time over no autocast's"),
+    ("save_ratio", TRACES, "trace time of save= over one checkpoint's"),
+    ("ratio", BY_HAND, "trace time of c=bf16 over by hand's"),
+    ("ratio", MARKED, "trace time of c=bf16,save=products over by hand's"),
+    ("arguments_ratio", MARKED, "trace time of by=arguments,c=bf16,save=products over by hand's"),
+    ("ratio", FIRST_USE, "first traced use of c=bf16 in a process over by hand's"),
+]
 SENT = {  # what a device may send in a step, in MiB
     ("fsdp_partitioner", "c=bf16,r=f32"): 7.2,
     ("fsdp_stablehlo", "jmpx.distributed.gather, c=bf16"): 4.3,
@@ -57,23 +61,9 @@ def bars(found: list[Record]) -> Iterator[Row]:
     """Yields the rows that the lines answer."""
     yield from compiled_bars(of(found, "compiled_step"))
     for record in of(found, "autocast"):
-        way = record["way"]
-        if way in RESIDUALS:
-            measure = f"residual bytes over float32's: {way}"
-            yield Row(measure, record["of_float32"], RESIDUALS[way])
-        elif way in TRACES:
-            yield Row(f"trace time over no autocast's: {way}", record["ratio"], TRACES[way])
-            measure = f"trace time of save= over one checkpoint's: {way}"
-            yield Row(measure, record["save_ratio"], TRACES[way])
-        elif way in BY_HAND:
-            yield Row(f"trace time of c=bf16 over by hand's: {way}", record["ratio"], BY_HAND[way])
-        elif way in MARKED_BLOCKS:
-            for key, words in ("ratio", "c=bf16"), ("arguments_ratio", "by=arguments,c=bf16"):
-                measure = f"trace time of {words},save=products over by hand's: {way}"
-                yield Row(measure, record[key], MARKED_BLOCKS[way])
-        elif way in FIRST_USE:
-            measure = f"first traced use of c=bf16 in a process over by hand's: {way}"
-            yield Row(measure, record["ratio"], FIRST_USE[way])
+        for key, limits, words in AUTOCAST:
+            if bar := limits.get(record["way"]):
+                yield Row(f"{words}: {record['way']}", record[key], bar)
     (jmpx,) = (r for r in of(found, "import_time") if r["library"] == "jmpx")
     yield Row("milliseconds that `import jmpx` adds to `import jax`", jmpx["over_jax_ms"], 60)
     yield from fsdp_bars(of(found, "fsdp_partitioner", "fsdp_stablehlo"))
@@ -137,9 +127,7 @@ STEPS = {  # how a step is written, and what it skips with
     "mpx": ("MPX", "`where`"),
     "jmp": ("JMP", "`where`"),
 }
-VISITED = [
-    name for name in STEPS if name not in ("handwritten", "handwritten_divide", "jmpx_where")
-]
+VISITED = ("handwritten_cond", "handwritten_cond_divide", "jmpx", "mpx", "jmp")
 
 
 def programs(found: list[Record], names: Iterable[str] = STEPS) -> str:
@@ -150,8 +138,9 @@ def programs(found: list[Record], names: Iterable[str] = STEPS) -> str:
     rows = []
     for name in names:
         line = chosen[name]
-        counts = line["kernels"], round(line["bytes_accessed"] / 1e6), line["instructions"]
-        rows.append((*STEPS[name], *map(plain, counts), f"{line['compile_cpu_s']:.1f}"))
+        counts = line["kernels"], line["bytes_accessed"] / 1e6, line["instructions"]
+        cells = (f"{count:,.0f}" for count in counts)
+        rows.append((*STEPS[name], *cells, f"{line['compile_cpu_s']:.1f}"))
     return table(("the step", "skips with", *header), rows)
 
 
@@ -200,15 +189,6 @@ def between(marks: tuple[str, str], new: str, text: str) -> str:
     return pattern.sub(lambda _: f"{marks[0]}\n\n{new}\n\n{marks[1]}", text)
 
 
-def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--again", nargs="*", default=[], metavar="SCRIPT", help="to run first")
-    for name in parser.parse_args().again:
-        subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--again"], check=True)
+if __name__ == "__main__":
     for path, text in pages().items():
         path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

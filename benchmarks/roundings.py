@@ -92,15 +92,12 @@ def measure(case: str, chip: str, dtype: str, small: bool = False) -> records.Re
     function, written, options = CASES[case]
     if chip == "CPU":
         return {"kept": runs_as_written(function, dtype, options)}
-    on = tpu.chip() if chip == "TPU v5e" else gpu.on()
+    tpus = chip == "TPU v5e"
+    on, platform, more = (tpu.chip(), "tpu", {}) if tpus else (gpu.on(), "cuda", gpu.UNTUNED)
     shapes = [jax.ShapeDtypeStruct((SIZE, SIZE), dtype, sharding=on)] * 2
-    platform = "tpu" if chip == "TPU v5e" else "cuda"
-    more = gpu.UNTUNED if platform == "cuda" else {}
     lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
     hlo: Any = lowered.compile(options | more).as_text()
-    found = roundings(hlo, case.endswith(EMULATED))
-    versions = tpu.target() if platform == "tpu" else gpu.compiler(chip)
-    return {"found": found, "kept": found >= written, **versions}
+    return {"kept": roundings(hlo, case.endswith(EMULATED)) >= written}
 
 
 def runs_as_written(function: Function, dtype: str, options: dict[str, Any]) -> bool:

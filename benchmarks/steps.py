@@ -1,7 +1,7 @@
 """Train steps in mixed precision, each written once, in every way that the benchmarks compare.
 
-A step computes `run(state, *batch) -> state, loss` from `state = params, opt_state, scaling`, where
-`scaling` is whatever the implementation carries to scale its loss. The implementations:
+A step is `run(state, *batch) -> state, loss` with `state = params, opt_state, scaling`, where
+`scaling` is the implementation's loss scale. The implementations:
 
 - handwritten: a dynamic loss scale, gradients that are checked as they arrive, and `where`, which
   selects what to keep; the flag is an output. Where nothing scales, nothing is skipped.
@@ -15,8 +15,8 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
   the one.
 - jmpx_counting: the same with an optimizer made by `skip_nonfinite`. jmpx_jmp_style: JMP's step
   with jmpx in its place.
-- autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter saves for the
-  backward pass what products made, with `save="products"`.
+- autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter keeps results of
+  products for the backward pass, by `save="products"`.
 """
 
 import importlib
@@ -29,17 +29,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tpu
-from models import Transformer, cross_entropy
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from models import Transformer, Zeros, cross_entropy
+from records import PyTree
 
 import jmpx
-
-PyTree = Any
 
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
 LOW = ("bfloat16", "float16")
 SCALED = ("float16", "bfloat16_scaled")  # what is computed with a loss scale
-DTYPES = ("float32_highest", "float32", *LOW)  # the first one multiplies without TF32
 
 
 class Step(NamedTuple):
@@ -224,7 +223,7 @@ def autocast_style(
 
 PEERS = ("jmp", "mpx")
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # and their dtypes
-    "handwritten": (handwritten, (*DTYPES, "bfloat16_scaled")),
+    "handwritten": (handwritten, ("float32", *LOW, "bfloat16_scaled")),
     "handwritten_cond": (partial(handwritten, skip=by_cond), SCALED),
     "handwritten_divide": (partial(handwritten, unscale=divide), SCALED),
     "handwritten_cond_divide": (partial(handwritten, skip=by_cond, unscale=divide), SCALED),
@@ -244,38 +243,30 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # a
 # --- Traced ---
 
 
-class Traced(NamedTuple):
-    """A traced step, and the leaves of the state that it begins with."""
-
-    step: Any  # what `jax.jit(...).trace` returns
-    leaves: list[Any]
-
-
-def trace(point: Point, model: Transformer, size: int, sharding: Any = None) -> Traced:
-    """Traces a step, for the devices of a sharding if there is one."""
-    rng, step = np.random.default_rng(0), point.make(model)
-    params = model.init(rng)
-    state, batch = (params, step.optimizer.init(params), step.scaling), model.batch(rng, size)
-    if sharding is not None:
-        arrays = jax.tree.map(jnp.asarray, (state, batch))
-        state, batch = tpu.described(arrays, jax.tree.map(lambda _: sharding, arrays))
-    precision = "highest" if point.dtype == "float32_highest" else None
-    return traced(step, state, batch, precision)
+def shapes(model: Any, size: int) -> tuple[PyTree, Any]:
+    """Returns the shapes of parameters and of a batch, which take neither time nor memory."""
+    rng = Zeros(np.random.PCG64())
+    return jax.eval_shape(lambda: model.init(rng)), jax.eval_shape(lambda: model.batch(rng, size))
 
 
-def traced(
-    step: Step, state: PyTree, batch: Any, precision: str | None, outputs: Any = None
-) -> Traced:
-    """Traces a step that donates its state.
+def start(step: Step, params: PyTree) -> PyTree:
+    """Returns the shapes of the state that a step begins with."""
+    # MPX's loss scale counts with a plain number.
+    scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
+    return params, jax.eval_shape(step.optimizer.init, params), scaling
 
-    The state goes in and out as leaves, because JAX cannot lower JMP's loss scales.
 
-    Args:
-        step: what to trace.
-        state: arrays, or what describes them.
-        batch: those, too.
-        precision: of matrix products, as `jax.default_matmul_precision` takes it.
-        outputs: shardings of the leaves and of the loss; None leaves them to XLA.
+def trace(point: Point, model: Transformer, size: int, chips: Any = None) -> Any:
+    """Traces a step of a transformer."""
+    step, (params, batch) = point.make(model), shapes(model, size)
+    return traced(step, start(step, params), batch, chips)
+
+
+def traced(step: Step, state: PyTree, batch: Any, chips: Any = None) -> Any:
+    """Traces a step that donates its state, on shapes, for JAX's default device or for chips.
+
+    Several chips share the state and the batch, as FSDP does. The state goes in and out as leaves,
+    because JAX cannot lower JMP's loss scales.
     """
     leaves, structure = jax.tree.flatten(state)
 
@@ -283,6 +274,19 @@ def traced(
         state, loss = step.run(structure.unflatten(leaves), *batch)
         return jax.tree.leaves(state), loss
 
-    with jax.default_matmul_precision(precision):
-        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=outputs)
-        return Traced(jitted.trace(leaves, *batch), leaves)
+    outputs = None
+    if chips:
+        mesh = Mesh(np.array(chips), ("data",))
+        one = SingleDeviceSharding(chips[0]) if len(chips) == 1 else None
+        outputs = [one or share(mesh, leaf) for leaf in leaves], one or NamedSharding(mesh, P())
+        leaves = tpu.described(leaves, outputs[0])
+        batch = tpu.described(batch, one or NamedSharding(mesh, P("data")))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=outputs).trace(leaves, *batch)
+
+
+def share(mesh: Mesh, leaf: Any) -> NamedSharding:
+    """Returns the sharding over the longest axis that all chips can share, as FSDP stores it."""
+    axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
+    longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
+    names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
+    return NamedSharding(mesh, P(*names))

@@ -26,12 +26,11 @@ import language_model
 import numpy as np
 import optax
 import records
+from records import PyTree, Record
 
 import jmpx
 
-PyTree = Any  # JAX has no type for pytrees
 Optimizer = Any  # an optax gradient transformation
-Record = records.Record
 
 
 # --- The ways to store parameters ---
@@ -186,10 +185,10 @@ SMALL = language_model.Size(width=8, layers=1, heads=2, context=8, batch=4, step
 def transformer(way: str, seed: int, small: bool = False) -> Record:
     """Trains the language model, each way on the same batches."""
     size, text = SMALL if small else SIZE, language_model.read_text()
-    loss_fn = language_model.make_loss(language_model.Precision(), size.heads)
-    masters = language_model.init(size, text.characters, seed)
+    model = language_model.model_of(size, text)
+    masters = model.init(np.random.default_rng(seed))
     batches = jnp.asarray(np.stack([*language_model.batches(text.train, size, seed)]))
-    trained = train(way, optax.adam(1e-3), masters, loss_fn, batches, seed)
+    trained = train(way, optax.adam(1e-3), masters, language_model.make_loss(model), batches, seed)
     loss = float(trained.losses[-size.steps // 10 :].mean())
     return {"bytes": trained.bytes(), "loss": loss, "text_sha256": text.sha256[:12]}
 

@@ -5,8 +5,8 @@
     python benchmarks/tpu_compile.py --only vit autocast   # those of one model and one way
     python benchmarks/tpu_compile.py --list            # all points, and which are missing
 
-A point takes a minute or two of a core, so the points are chosen: GROUPS says what each group
-shows. The optimizer is Adam; the state is donated. A line has
+A point takes a minute or two of a core, so GROUPS has no more than what the pages show. The
+optimizer is Adam; the state is donated. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
 - gflop, gb_accessed: the compiler's estimates, which count the body of a loop once; gb_accessed
@@ -14,93 +14,57 @@ shows. The optimizer is Adam; the state is donated. A line has
 - gb_hbm: what instructions and fetches read from the chip's HBM and write to it (one chip alone);
 - mcycles: millions of cycles, by the compiler's estimates of what runs, the body of a loop once for
   each of its turns; for ratios at most, and the lines before 2026-11-27 have none;
-- instructions, fusions, converts, copies: counted in the optimized program;
-- products: matrix products and convolutions by the dtypes of operands and result;
+- products: matrix products and convolutions by the dtypes of operands and result, the body of a
+  loop once for each of its turns, or once in the lines before 2026-11-28;
 - collectives: MiB that a chip sends, by kind and dtype;
-- trace_cpu_s, compile_cpu_s: processor seconds, over all threads; compile_s: seconds by the clock,
-  and load: how many processes wanted the cores when it was over.
-
-A program that does not fit into the 16 GiB of a chip is a line, too (status `oom`).
+- trace_cpu_s, compile_cpu_s: processor seconds, over all threads; compile_s: seconds by the clock.
 """
 
-import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 import records
 import tpu
-from compiled_step import FREE, Program, clocked, mib_by_kind, sends, sizes, unfused
+from compiled_step import FREE, Program, planned, sizes, unfused
 from model_steps import Point, trace
-from records import Record, Row, table, table_of_bars
-from tpu_matmul import CYCLES, count
+from records import Group, Record, Row, grouped, table, table_of_bars
+from tpu_matmul import CYCLES
 
-import jmpx
 from jmpx._inspect.hlo.module import Module
 
 RESULTS = records.RESULTS / "tpu_compile.jsonl"
 FOUR = ("by hand", "autocast, save", "autocast", "float32")
-MAIN = (*FOUR, "MPX")
+PEERS = ("MPX", "JMP")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
 SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
-REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
 MIXED = "autocast, save mixed"
-WITH_LOSS = "autocast, save, with the loss"
 WIDE = ("gradient functions", "gradient functions, r=f32")
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
+VIT_WAYS = (*FOUR, *PEERS, *MARKED, *SCORES, MIXED, *WIDE)
+VIT_WAYS += ("module policies", "autocast, save attention")
+TEXT_WAYS = (*FOUR, *PEERS, MARKED[1], *SCORES, MIXED, *WIDE, "autocast, save, with the loss")
 
-# Model, layers, batch, chips, whether scanned, ways, and what these points show. The bars compare
-# those of the first groups.
-GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
-    ("vit", 6, 64, "one", False, FOUR, "six layers that are written out, 197 tokens"),
-    (
-        *("vit", 6, 32, "one", True),
-        ("by hand", MARKED[0], "autocast, save", CARRIES[1]),
-        "a scan keeps what its body saves, for each layer; its carry may be float32",
-    ),
-    ("language_model", 6, 16, "one", False, FOUR, "attention over 512 tokens, and large logits"),
-    ("byte_model", 6, 16, "one", False, (*FOUR, *REST[:2]), "the same without large logits"),
-    ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
-    ("resnet", 50, 32, "one", False, FOUR[:2], "convolutions, and state; it compiles longest"),
-    ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
-    ("vit", 6, 64, "one", False, (MIXED, "autocast, save attention"), "memory against time"),
-    ("byte_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
-    ("language_model", 6, 16, "one", False, (MIXED,), "as ViT's"),
-    ("vit", 6, 64, "one", False, SCORES, "scores scaled in bfloat16: less is kept by hand"),
-    ("byte_model", 6, 16, "one", False, (SCORES[0], MARKED[1]), "as ViT's"),
-    ("language_model", 6, 16, "one", False, (*SCORES, MARKED[1]), "as ViT's"),
-    ("vit", 2, 32, "data", False, MAIN, "in which dtypes eight chips sum their gradients"),
-    ("vit", 2, 32, "fsdp", False, FOUR[:3], "in which dtypes they gather weights"),
-    ("language_model", 6, 16, "one", True, ("by hand", MARKED[0], "autocast, save"), "as ViT's"),
-    ("vit", 6, 16, "one", False, MAIN, "the picture's left end, where the state counts most"),
-    ("vit", 6, 128, "one", False, MAIN, "the picture's right end"),
-    ("language_model", 6, 16, "one", False, REST[:2], "the same programs as by hand?"),
-    ("language_model", 6, 4, "one", False, MAIN, "the picture's left end"),
-    ("language_model", 6, 32, "one", False, MAIN, "the picture's right end"),
-    ("resnet", 50, 32, "one", False, (*MAIN, "JMP"), "BatchNorm as others write it"),
-    ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
-    ("vit", 6, 64, "one", False, ("gradient functions, r=f32",), "float32 gradients"),
-    ("language_model", 6, 16, "one", False, WIDE, "as ViT's, and sums of large logits"),
-    ("vit", 12, 64, "one", False, FOUR[:2], "whether six layers stand for the paper's twelve"),
+# Model, layers, batch, chips, whether scanned, and ways.
+GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...]]] = [
+    ("vit", 6, 64, "one", False, VIT_WAYS),
+    # A scan keeps what its body saves, for each layer; its carry may be float32.
+    ("vit", 6, 32, "one", True, (*FOUR[:3], *MARKED, *CARRIES)),
+    ("language_model", 6, 16, "one", False, TEXT_WAYS),
+    ("byte_model", 6, 16, "one", False, (*FOUR, *PEERS, MARKED[1], SCORES[0], MIXED)),
+    ("resnet", 50, 32, "one", False, (*FOUR, *PEERS)),
+    # In which dtypes eight chips gather weights, and the bytes of larger batches.
+    ("vit", 2, 32, "fsdp", False, FOUR[:3]),
+    ("vit", 6, 128, "one", False, FOUR[1:3]),
+    ("language_model", 6, 32, "one", False, FOUR[1:3]),
 ]
-KEY = ("model", "way", "layers", "batch", "scanned", "chips")
+KEY = ("model", "layers", "batch", "chips", "scanned", "way")
 
 
 def points() -> list[Record]:
-    """Returns the fields of all points, the most informative first."""
-    found = []
-    for model, layers, batch, chips, scanned, ways, _ in GROUPS:
-        found += [(model, way, layers, batch, scanned, chips) for way in ways]
-    return [dict(zip(KEY, values, strict=True)) for values in dict.fromkeys(found)]
-
-
-def counts(hlo: str) -> Record:
-    """Counts what an optimized program holds, given as text."""
-    names = collections.Counter(one.kind for one in Module(hlo).instructions.values())
-    found = {"instructions": names.total(), "fusions": names["fusion"]}
-    found |= {"converts": names["convert"], "copies": names["copy"] + names["copy-start"]}
-    return {**found, "products": count(jmpx.inspect.compiled(hlo).products)}
+    """Returns the fields of all points."""
+    found = ((*group, way) for *group, ways in GROUPS for way in ways)
+    return [dict(zip(KEY, values, strict=True)) for values in found]
 
 
 # What moves between a chip and its HBM. `S(1)` in a layout, as of `f32[8]{0:S(1)}`, is on the chip.
@@ -132,27 +96,14 @@ def measure(small: bool = False, **fields: Any) -> Record:
 
 
 def compiled(make: Callable[[], Any]) -> Record:
-    """Compiles what a function traces; a program that does not fit is a result, too."""
-    try:
-        program, spent = clocked(make, "tpu")
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"status": "oom", "message": str(error).splitlines()[0][:300], **tpu.target()}
-    hlo, cost, memory = program.as_text(), program.cost_analysis(), program.memory_analysis()
-    sent = mib_by_kind(sends(hlo))
-    return {
-        "status": "ok",
-        "peak_mib": memory.peak_memory_in_bytes / 2**20,
-        "arguments_mib": memory.argument_size_in_bytes / 2**20,
+    """Compiles what a function traces."""
+    program, found = planned(make, "tpu")
+    hlo, cost = program.as_text(), program.cost_analysis()
+    return found | {
         "gflop": cost["flops"] / 1e9,
         "gb_accessed": cost["bytes accessed"] / 1e9,
         "mcycles": megacycles(hlo),
-        "gb_hbm": None if sent else hbm_bytes(hlo) / 1e9,
-        **counts(hlo),
-        "collectives": sent,
-        **spent,
-        **tpu.target(),
+        "gb_hbm": None if found["collectives"] else hbm_bytes(hlo) / 1e9,
     }
 
 
@@ -161,7 +112,6 @@ def compiled(make: Callable[[], Any]) -> Record:
 MARKS = "<!-- table, by tpu_compile.py -->", "<!-- end of TPU v5e -->"
 WAYS = {  # how the tables name them, in this order
     "float32": "float32",
-    "float32, highest": "float32, `matmul=highest`",
     "by hand": "bfloat16 by hand, scores scaled in float32",
     "by hand, low scores": "bfloat16 by hand, scores scaled in bfloat16",
     "JMP": "JMP",
@@ -183,7 +133,7 @@ WAYS = {  # how the tables name them, in this order
     "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": "`c=bf16,save=products; op.scan: bf16`",
 }
-SHORT = [way for way in WAYS if way != "float32, highest" and not way.endswith("carry")]
+SHORT = [way for way in WAYS if not way.endswith("carry")]
 LOW_SCORES = "by hand, low scores"
 OURS = ("autocast", "autocast, marked blocks", "autocast, save")
 VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS)
@@ -196,7 +146,6 @@ MODELS = {
     "resnet": "Haiku's ResNet-50",
 }
 GROUP = ("model", "layers", "batch", "scanned", "chips")
-Group = tuple[Any, ...]  # the values of these fields
 VIT = ("vit", 6, 64, False, "one")
 SCANNED = ("vit", 6, 32, True, "one")
 TEXT = ("language_model", 6, 16, False, "one")
@@ -204,19 +153,10 @@ BYTES = ("byte_model", *TEXT[1:])
 IMAGES = ("resnet", 50, 32, False, "one")
 
 
-def groups(found: Iterable[Record]) -> dict[Group, dict[str, Record]]:
-    """Returns the lines that can be compared, by way."""
-    by_group: dict[Group, dict[str, Record]] = {}
-    for record in found:
-        by_group.setdefault(tuple(record[key] for key in GROUP), {})[record["way"]] = record
-    return by_group
-
-
 def title(group: Group) -> str:
-    model, layers, batch, scanned, chips = group
+    model, layers, batch, scanned, _ = group
     depth = "" if model == "resnet" else f", {layers} layers{', scanned' * scanned}"
-    places = {"one": "", "data": ", data-parallel on 2x4 chips", "fsdp": ", FSDP on 2x4 chips"}
-    return f"{MODELS[model]}{depth}, batch {batch}{' a chip' * (chips != 'one')}{places[chips]}"
+    return f"{MODELS[model]}{depth}, batch {batch}"
 
 
 # The bars: group, figure, way, the way to compare with, and the most that the ratio may be.
@@ -250,7 +190,7 @@ BARS: list[tuple[Group, str, str, str, float]] = [
 
 def bars(found: Iterable[Record]) -> Iterator[Row]:
     """Yields the rows that the lines answer."""
-    by_group = groups(found)
+    by_group = grouped(found, GROUP)
     for group, key, ours, theirs, bar in BARS:
         one, other = (by_group.get(group, {}).get(way, {}).get(key) for way in (ours, theirs))
         if one and other:
@@ -259,16 +199,11 @@ def bars(found: Iterable[Record]) -> Iterator[Row]:
 
 def peaks(found: list[Record], corner: str, models: Iterable[Group], ways: Iterable[str]) -> str:
     """Returns the peak memory of models in some ways, in MiB."""
-    by_group = groups(found)
+    by_group = grouped(found, GROUP)
     models = [model for model in models if model in by_group]
+    peak = lambda line: f"{line['peak_mib']:,.0f}" if line else ""  # noqa: E731
     rows = [[WAYS[way], *(peak(by_group[model].get(way)) for model in models)] for way in ways]
     return table((corner, *map(title, models)), (row for row in rows if any(row[1:])))
-
-
-def peak(record: Record | None) -> str:
-    if record is None:
-        return ""
-    return f"{record['peak_mib']:,.0f}" if record["status"] == "ok" else "too large"
 
 
 def visited(found: list[Record], *more: str) -> str:
@@ -279,7 +214,7 @@ def visited(found: list[Record], *more: str) -> str:
 def costs(found: list[Record]) -> str:
     """Returns what the ViT needs in the ways that a user has to save memory."""
     header = (title(VIT), "peak, MiB", "GFLOP", "GB accessed", "GB from and to HBM")
-    lines = groups(found).get(VIT, {})
+    lines = grouped(found, GROUP).get(VIT, {})
     keys = {"peak_mib": 0, "gflop": 0, "gb_accessed": 1, "gb_hbm": 1}  # and their digits
     cell = lambda line, key: f"{line[key]:,.{keys[key]}f}" if key in line else ""  # noqa: E731
     rows = ((WAYS[w], *(cell(lines[w], key) for key in keys)) for w in COSTS if w in lines)

@@ -5,14 +5,14 @@
 
 The model reads eight tokens and is to write them in reverse. A sampler writes them one by one, with
 a cache of keys and values, and the trainer scores what was written in one pass over all tokens.
-Both are one model and one policy, and their log-probabilities are taken to be the same; in 16 bits
-they are not, because each rounds other numbers: the sampler divides by the sum of the weights of
-its attention after it has multiplied by the values, as kernels for sampling do, and the trainer
-before. The loss is that of GRPO: a clipped ratio of both probabilities, times the reward less the
-mean reward of the answers to one prompt.
+Both have one model and one policy, and GRPO takes their log-probabilities for the same. In 16 bits
+they differ, because each rounds other numbers: the sampler divides by the sum of the attention's
+weights after it has multiplied by the values, as kernels for sampling do, and the trainer before.
+The loss of GRPO is a clipped ratio of both probabilities, times the reward less the mean reward of
+the answers to one prompt.
 
-Each result of 16 bits is rounded where the program writes it (`jmpx.inspect.emulate`): a CPU leaves
-out roundings of its own choice, and so shows less of the difference than a chip does.
+Each result of 16 bits is rounded where the program writes it (`jmpx.inspect.emulate`), because a
+CPU leaves out some roundings, and so shows less of the difference than a chip does.
 """
 
 import collections
@@ -42,7 +42,7 @@ TOKENS, LENGTH = 16, 8  # different tokens; tokens in a prompt, and in an answer
 PROMPTS, ANSWERS = 8, 8  # in a step; and to each prompt
 CLIP = 0.2
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-FLOOR = 1e-10  # the smallest divergence in the picture: that of float32 is less
+FLOOR = 1e-10  # the smallest divergence in the picture; float32's is smaller
 
 
 class Block(eqx.Module):
@@ -68,7 +68,7 @@ class Block(eqx.Module):
         return self.qkv(self.norm1(x)).reshape(3, HEADS, -1)
 
     def finished(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """Returns what the layer makes of one token, and of the values that it attends to."""
+        """Returns the layer's output for one token and the mean of the values it attends to."""
         x = x + self.out(mixed.ravel())
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
@@ -127,7 +127,7 @@ def attended(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.A
 
 
 def attended_late(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Returns the same for one query [heads, size], divided by the weights' sum at the end."""
+    """Returns the same for one query [heads, size], and divides by the sum of weights last."""
     scores = jnp.where(seen, jnp.einsum("hd,khd->hk", q, k) * q.shape[-1] ** -0.5, -1e30)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return jnp.einsum("hk,khd->hd", weights, v) / weights.sum(axis=-1)[:, None]
@@ -148,7 +148,7 @@ def full_pass(model: Transformer, text: jax.Array) -> jax.Array:
 
 
 def with_cache(model: Transformer, text: jax.Array) -> jax.Array:
-    """Returns the same, token by token, as the sampler computes them."""
+    """Returns the same log-probabilities, token by token, as the sampler computes them."""
 
     def score(text: jax.Array) -> jax.Array:
         def step(cache: Cache, given: tuple[jax.Array, ...]) -> tuple[Cache, jax.Array]:
@@ -186,7 +186,7 @@ def sample(model: Transformer, prompts: jax.Array, key: jax.Array) -> tuple[jax.
 
 
 class Answers(NamedTuple):
-    """What was sampled: texts, the sampler's scores, and rewards less their groups' means."""
+    """Sampled texts, the sampler's scores, and rewards less the means of their groups."""
 
     texts: jax.Array
     scores: jax.Array

@@ -10,21 +10,21 @@ you download it into a directory:
     python examples/equinox/train_vit.py --dataset=cifar10 --data_dir=DIRECTORY --patch=4 \
         --width=192 --depth=6 --batch_size=256 --epochs=30
 
-Each batch is split over all devices that JAX finds. One string sets four precisions: that of the
-parameters, of computation (`c`), of products in float32 (`m`), and that in which gradients are
-summed over the devices (`r`):
+Each batch is split over all devices that JAX finds. One string sets the dtypes of parameters, of
+computation (`c`) and of the sum of gradients over devices (`r`), and the precision of products in
+float32 (`m`):
 
     python examples/equinox/train_vit.py --mp_loss_scale=dynamic,period=500 \
         "--mp_policy=c=f16,r=bf16; */head: c=f32,m=highest"
 
-`--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
-other commands look at the same step, `ranges` and `first-nonfinite` at `train_vit.py:make_arrays`:
+`--audit` trains nothing, and prints which parts of the train step run in which dtype. So does
+`python -m jmpx audit`; `ranges` and `first-nonfinite` take `train_vit.py:make_arrays`:
 
     python examples/equinox/train_vit.py --audit
     python -m jmpx audit examples/equinox/train_vit.py:make -- --depth=6
 
-Which parts of it need float32, jmpx finds out: for gradients within 0.5 % of float32's, the head
-alone, `c=bf16,save=products; */head: full`, at 17 of 47.5 MiB on a TPU v5e:
+`choose` finds the parts that need float32. For gradients within 0.5 % of float32's, that is the
+head alone, `c=bf16,save=products; */head: full`, with 17 of 47.5 MiB on a TPU v5e:
 
     python -m jmpx choose examples/equinox/train_vit.py:make_losses --error 0.005 --chip v5e
 """

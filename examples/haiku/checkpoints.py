@@ -1,4 +1,4 @@
-"""Checkpoints of a training on many devices, by Orbax: whole or not at all, and of this model."""
+"""Orbax checkpoints of a training on many devices; one of another run or model is refused."""
 
 import hashlib
 import os
@@ -33,8 +33,8 @@ def digests(tree: Any) -> list[str]:
 class Checkpoints:
     """The checkpoints in a directory, each with the arrays and a description of the run.
 
-    Orbax writes beside the training, into a temporary directory, which it renames once all is
-    written: a process that dies leaves no half of a checkpoint.
+    Orbax writes while the training goes on, into a temporary directory, which it renames at the
+    end: a process that dies leaves no half of a checkpoint.
 
     Args:
         directory: their folder, which is made if it is missing.
@@ -90,8 +90,8 @@ class Checkpoints:
     def _read(self, number: int, path: str, **item: Any) -> Any:
         (name,) = item
         hook = sys.unraisablehook
-        # Reads that end after another one has failed find Orbax's event loop closed, and say so
-        # from threads of their own, until the program has ended.
+        # After one read has failed, Orbax closes its event loop, and its other threads complain
+        # about that until the program has ended.
         sys.unraisablehook = lambda raised: (
             None if isinstance(raised.exc_value, RuntimeError) else hook(raised)
         )

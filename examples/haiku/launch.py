@@ -22,7 +22,7 @@ from typing import IO, TypeAlias
 # Exit statuses of a process.
 REFUSED = 2  # It said in one sentence why it stops.
 LOST = 4  # A collective failed, as a rule because another process had ended.
-PLACE = "EXAMPLE_PLACE"  # the environment variable that tells a process who it is
+PLACE = "EXAMPLE_PLACE"  # the environment variable with a process's address and number
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_FOR_OTHERS = 10  # to say what they met
 LAST_LINES = 20
@@ -108,10 +108,10 @@ def wait_for(process: subprocess.Popen[bytes], index: int, events: Events) -> No
 
 
 def next_event(events: Events) -> tuple[int | None, int]:
-    """Returns the next event, and prefers a failure to the loss that it caused.
+    """Returns the next event; a failure comes before the `LOST` that it caused in the others.
 
-    A process closes its connections before the launcher hears of its end, so the others may lose
-    it, and end, first.
+    A process closes its connections before the launcher hears of its end, so the others may end
+    first.
     """
     event = first = events.get()
     with contextlib.suppress(queue.Empty):
@@ -160,7 +160,7 @@ def say(sentence: str) -> None:
 
 
 def connect() -> None:
-    """Makes this process one of the program's, before JAX looks for devices.
+    """Connects this process with the others, before JAX looks for devices.
 
     Ends the program, with a sentence, if neither `launch` nor a cluster that JAX knows started it.
     """

@@ -15,10 +15,11 @@ import report
 import steps
 import tpu_matmul
 from helpers import ROOT
-from models import MODELS, Zeros
+from model_steps import Point, transformer
+from models import ViT, Zeros
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
-TINY = MODELS["tiny"]
+TINY = ViT(1, 16, 2, 32, 10, image=8)
 POINTS = [
     steps.Point(name, dtype)
     for name, (_, dtypes) in steps.IMPLEMENTATIONS.items()
@@ -35,7 +36,8 @@ def printed(capsys):
 
 
 def test_vit_base_has_the_papers_size():
-    params = jax.eval_shape(lambda: MODELS["base"].init(Zeros(np.random.PCG64())))
+    base = transformer(Point("vit", "by hand", layers=12, batch=64), small=False)
+    params = jax.eval_shape(lambda: base.init(Zeros(np.random.PCG64())))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 86_567_656
 
 
@@ -43,15 +45,16 @@ def test_vit_base_has_the_papers_size():
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
 def test_every_step_returns_what_it_takes(point):
     traced = steps.trace(point, TINY, 2)
-    state, loss = traced.step.out_info
+    (leaves, *_), _ = traced.in_avals
+    state, loss = traced.out_info
     types = lambda leaves: [(x.shape, x.dtype) for x in leaves]  # noqa: E731
-    assert types(state) == types(map(jnp.asarray, traced.leaves))
+    assert types(state) == types(leaves)
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     cond = point.dtype in steps.SCALED and point.implementation in (
         *("handwritten_cond", "handwritten_cond_divide", "jmpx", "jmpx_cond", "jmpx_counting"),
         *("autocast", "autocast_saved"),
     )
-    assert ("stablehlo.case" in traced.step.lower().as_text()) == cond
+    assert ("stablehlo.case" in traced.lower().as_text()) == cond
 
 
 # gpu_clock.py
@@ -62,14 +65,14 @@ def test_a_step_is_timed_once_and_resumed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_clock, "ROUNDS", 3)
     out = tmp_path / "results.jsonl"
     for _ in range(2):  # nothing is left for the second
-        gpu_clock.main(["--small", f"--out={out}", "--only", "language model", "c=bf16"])
+        gpu_clock.main(["--small", f"--out={out}", "--only", "long_byte_model", "autocast"])
     (record,) = printed(capsys)
     assert records.read(out) == [record]
-    fields = {"benchmark": "gpu_clock", "model": "language model", "way": "c=bf16", "status": "ok"}
-    assert record.items() >= {**fields, "platform": "cpu", "cuda": None}.items()
+    fields = {"benchmark": "gpu_clock", "model": "long_byte_model", "way": "autocast"}
+    assert record.items() >= {**fields, "status": "ok", "platform": "cpu", "cuda": None}.items()
     low, high = record["step_ms_quartiles"]
     assert 0 < low <= record["step_ms"] <= high and record["peak_mib"] > 0
-    assert 0 < record["loss"] < np.log(16)  # it has learned one of 16 tokens, from the same batch
+    assert 0 < record["loss"] < np.log(256)  # it has learned tokens of 256, from the same batch
 
 
 def test_a_step_that_fails_is_a_line(monkeypatch):
@@ -77,7 +80,7 @@ def test_a_step_that_fails_is_a_line(monkeypatch):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 byte")
 
     monkeypatch.setattr(steps, "traced", full)
-    point = {"model": "ViT", "way": "c=bf16", "small": True}
+    point = {"model": "vit", "way": "autocast", "dtype": "bfloat16", "small": True}
     gpu_clock.prepare([point])
     found = gpu_clock.measure(**point)
     assert found == {"status": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
@@ -92,7 +95,7 @@ def test_a_missing_gpu_is_one_line(capsys):
 @pytest.mark.thorough
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="its reader of profiles aborts on CPUs")
 def test_a_profile_names_what_the_embeddings_gradient_takes(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_clock, "PROFILED", [gpu_clock.SUMS_WIDE])
+    monkeypatch.setattr(gpu_clock, "PROFILED", ["by hand, embedding summed in float32"])
     monkeypatch.setattr(gpu_clock, "LONGEST", 99)
     text = gpu_clock.profile(tmp_path, small=True)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
@@ -100,14 +103,17 @@ def test_a_profile_names_what_the_embeddings_gradient_takes(monkeypatch, tmp_pat
 
 
 def test_results_as_a_table():
-    line = {"model": "ViT", "way": "by hand", "step_ms": 6.04, "peak_mib": 3000.2, "status": "ok"}
-    text = gpu_clock.table(
-        [line, line | {"way": "c=bf16", "model": "language model", "step_ms": 4.0}]
-    )
+    line = {"model": "vit", "way": "JMP", "dtype": "float16", "step_ms": 6.04, "peak_mib": 3000.2}
+    other = {"model": "long_byte_model", "way": "autocast", "dtype": "bfloat16", "step_ms": 4.0}
+    text = gpu_clock.table([line, line | other])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert rows[2:] == [["by hand", "6.0", "3,000", "", ""], ["c=bf16", "", "", "4.0", "3,000"]]
-    (row,) = gpu_clock.table([{"model": "ViT", "way": "float32", "status": "oom"}]).splitlines()[2:]
-    assert row == "| float32 | oom |  |  |  |"
+    assert rows[2:] == [
+        ["`c=bf16`", "bfloat16", "", "", "4.0", "3,000"],
+        ["JMP", "float16", "6.0", "3,000", "", ""],
+    ]
+    failed = {"model": "vit", "way": "float32", "dtype": "bfloat16", "status": "oom"}
+    (row,) = gpu_clock.table([failed]).splitlines()[2:]
+    assert row == "| float32 | bfloat16 | oom |  |  |  |"
 
 
 # The runner.

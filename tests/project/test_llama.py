@@ -2,15 +2,16 @@
 
 import dataclasses
 
-import compiled_step
 import jax
 import jax.numpy as jnp
 import llama
-import model_steps
 import numpy as np
 import pytest
 import records
+import steps
 from test_tpu import needs_libtpu
+
+import jmpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 SMALL, _ = llama.SIZES["small"]
@@ -18,7 +19,7 @@ SMALL, _ = llama.SIZES["small"]
 
 def test_the_models_have_as_many_parameters_as_their_names_say():
     for size, number in {"1B": 1_104_218_112, "8B": 8_030_261_248}.items():
-        params, _ = model_steps.shapes(llama.SIZES[size][0], 1)
+        params, _ = steps.shapes(llama.SIZES[size][0], 1)
         assert sum(leaf.size for leaf in jax.tree.leaves(params)) == number
 
 
@@ -51,7 +52,7 @@ def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     assert types(state) == types(leaves) and loss.dtype == jnp.float32
     dtype = "f32" if way == "float32" else "bf16"
     lowered = traced.lower(lowering_platforms=("tpu",))
-    assert [*compiled_step.count_dots(lowered)] == [f"{dtype} x {dtype}"]
+    assert {one.operands for one in jmpx.inspect.compiled(lowered).products} == {(dtype, dtype)}
 
 
 @pytest.mark.thorough
@@ -65,11 +66,10 @@ def test_the_body_of_the_loop_counts_as_often_as_it_runs():
     assert thrice - twice == pytest.approx(twice - once) and twice > 1.2 * once
 
 
-def test_the_table_has_a_row_for_each_line_that_fits():
+def test_the_table_has_a_row_for_each_line():
     moved = {"all-gather bf16": 1234.4, "all-reduce f32": 3.0, "reduce-scatter f32": 2.0}
     fields = {"size": "1B", "status": "ok", "peak_mib": 9.0, "tflop": 1.0, "collectives": moved}
     found = [{**fields, "way": "by hand", "trace_cpu_s": 0.5, "compile_cpu_s": 70.0}]
-    found += [{"size": "1B", "way": "float32", "status": "oom"}]
     _, _, row = llama.table(found).splitlines()
     assert row == "| by hand | 9 | 1,234 bf16 | 5 f32 |  | 1.0 | 0.5 | 70 |"
 
@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_each_line_that_fits():
 @needs_libtpu
 def test_a_step_is_compiled(tmp_path):
     out = tmp_path / "lines.jsonl"
-    llama.main([f"--out={out}", "--small", "--only", "by hand"])
+    llama.main([f"--out={out}", "--small", "--only", "1B", "by hand"])
     (line,) = records.read(out)
-    assert line["status"] == "ok" and line["sent_mib"] > 0 and line["peak_mib"] > 0
+    assert line["status"] == "ok" and line["peak_mib"] > 0
     assert {name.split()[1] for name in line["collectives"]} == {"bf16"}

@@ -149,7 +149,6 @@ def test_sharded_weights_are_gathered_in_bfloat16_and_reduced_in_the_policys_dty
     # Small arrays, biases and scales, are all-reduced. Weights may be gathered once more, backward.
     assert 0.9 * size / 2 < sum(gathers.values()) < 2.1 * size / 2
     assert 0.9 * size < sum(sums.values()) * (2 if dtype == "bf16" else 1) < 1.1 * size
-    assert found["peak_mib"] > 0
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Kernels and checkpoints under `save=`, and the bytes that the backward pass keeps."""
 
+import collections
 import functools
 from typing import Any
 
@@ -244,13 +245,19 @@ def test_residuals(transformer):
     assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens
 
 
+def dot_operands(loss_fn, params):
+    step = jax.jit(jax.value_and_grad(loss_fn)).trace(params)
+    program = jmpx.inspect.compiled(step.lower(lowering_platforms=("cuda",)))
+    return collections.Counter(one.operands for one in program.products)
+
+
 @pytest.mark.thorough
 def test_products_as_lowered_for_cuda(transformer):
     params, ways = transformer
-    assert benchmark.dot_operands(ways["autocast"], params) == {"bf16 x bf16": 75}
+    assert dot_operands(ways["autocast"], params) == {("bf16", "bf16"): 75}
     head = lambda p, x: x @ p  # noqa: E731
     f = jmpx.autocast(lambda p: jmpx.full_precision(head)(jnp.tanh(p @ p), p).sum())
-    assert benchmark.dot_operands(f, jnp.eye(4)) == {"bf16 x bf16": 3, "f32 x f32": 3}
+    assert dot_operands(f, jnp.eye(4)) == {("bf16", "bf16"): 3, ("f32", "f32"): 3}
 
 
 # Checkpoints.

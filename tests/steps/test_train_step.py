@@ -121,7 +121,7 @@ MODEL = ViT(layers=1, width=16, heads=2, hidden=32, image=8, classes=10)
 @functools.cache
 def counts(implementation, dtype="float16"):
     with jax.numpy_dtype_promotion("standard"):  # optax promotes in its own code
-        lowered = steps.trace(Point(implementation, dtype), MODEL, 2).step.lower()
+        lowered = steps.trace(Point(implementation, dtype), MODEL, 2).lower()
     # What XLA hands on to LLVM is the same, whose optimizations take half of the time.
     return compiled_step.counts(lowered.compile({"xla_backend_optimization_level": 0}))
 
