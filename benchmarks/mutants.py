@@ -44,7 +44,7 @@ def table(found: list[dict[str, Any]]) -> str:
     names = [*(f"`{line['room']}`" for line in found), "all"]
     rows.append([sum(column) for column in zip(*rows, strict=True)])
     lines = ([name, *map(str, row)] for name, row in zip(names, rows, strict=True))
-    return records.table(("room", "planted", "noticed", *THEN), lines)
+    return records.table(("package", "planted", "noticed", *THEN), lines)
 
 
 class Plugin:
