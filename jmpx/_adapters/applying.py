@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from numbers import Integral
@@ -17,7 +16,7 @@ import numpy as np
 from jmpx._adapters.function_casts import refuse_set
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel
+from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel, warn
 from jmpx._base.stateful import (
     Arguments as Args,
     Changes,
@@ -200,7 +199,7 @@ def apply_policy(
     check_runs_at_once(func)
     application = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
     if application.reduce_dtype is not None:
-        _warn(
+        warn(
             f"reduce={dtype_name(application.reduce_dtype)} of policy map "
             f"{str(application.policy_map)!r} has no effect: {_NAME} runs a function, and does not "
             "see the program of its gradient: use jmpx.value_and_grad or jmpx.grad with this "
@@ -244,7 +243,7 @@ class Application(NamedTuple):
         output = policy_map.default.output_dtype
         is_narrow = policy_map.writes_output and np.dtype(output).itemsize < 4
         if is_narrow and policy_map.way == "operations":
-            _warn(
+            warn(
                 f"The output dtype {dtype_name(output)} of policy map {str(policy_map)!r} has no "
                 f"effect: {name} casts operations by it, and returns results in the dtypes that "
                 "they have without a policy: leave o= out, or write by=modules or by=arguments."
@@ -312,7 +311,7 @@ class Application(NamedTuple):
             updates = refuse_set(pure, state, inputs, keywords, updates)
         if casts:
             way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
-            _warn(
+            warn(
                 f"{self.name} has cast its arguments to 16 bits before {' and '.join(casts)} "
                 "inside of it casts them again, so that parts which are to run in float32 get "
                 f"rounded parameters: write by={way} into its policy, or leave its first argument "
@@ -343,7 +342,7 @@ class Application(NamedTuple):
             uncast = stack.enter_context(leaving_uncast(self.uncast.leaves(args, kwargs)))
             result = pure(state, *args, **kwargs)
         if uncast.is_unknown and not uncast.came:
-            _warn(
+            warn(
                 f"{self.name} casts arguments of modules that jax.jit, jax.vmap or another "
                 "transformation inside of the function hands on, also those that uncast= names: "
                 f"put the transformation around {self.name}, or leave those out of uncast that no "
@@ -354,7 +353,7 @@ class Application(NamedTuple):
         return result
 
     def _warn_of_nothing(self, way: str) -> None:
-        _warn(
+        warn(
             f"{self.name} casts nothing by policy map {str(self.policy_map)!r}, which it applies "
             f"by {way}: leave by out, which casts operations, or pass the whole model as an "
             "argument, in place of a part of it or of closing over it."
@@ -372,7 +371,7 @@ class Application(NamedTuple):
         first = [leaf for leaf in jax.tree.leaves((state, args[:1])) if is_floating(leaf)]
         narrow = [leaf for leaf in first if 2 <= leaf.dtype.itemsize < compute.itemsize]
         if narrow and compute.itemsize >= 4:
-            _warn(
+            warn(
                 f"{self.name} casts operations by policy map {str(policy_map)!r}, which widens "
                 f"nothing: {spell(narrow[0])} in the first argument stays as it is, so write "
                 f"by=arguments to compute with it in {dtype_name(compute)}."
@@ -414,8 +413,3 @@ def code_of(func: Function) -> object:
     while isinstance(func, functools.partial):
         func = inspect.unwrap(func.func)
     return getattr(func, "__code__", type(func))
-
-
-def _warn(message: str) -> None:
-    """Warns at the line of the user that calls or makes the function."""
-    warnings.warn(message, stacklevel=user_stacklevel("jax"))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jmpx._autocast.rules import ENTRIES, Operation, is_float32, is_precise, lookup, low_dtype
 from jmpx._autocast.value import FLOAT32, Regions, Used
-from jmpx._base.messages import did_you_mean
+from jmpx._base.messages import did_you_mean, share_text
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
@@ -169,7 +169,7 @@ def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[s
     if used.wide:
         found = sorted({f"{e.primitive.name} at {place_of(e) or 'a library'}" for e in used.wide})
         whole, part = flops_of(jaxpr, used.wide)
-        share = f", {max(100 * part / whole, 0.1):.1f} % of all FLOPs of products" if part else ""
+        share = f", {share_text(part, whole)} of all FLOPs of products" if part else ""
         yield (
             f"JAX cannot trace {' and '.join(found)} again in 16 bits, so autocast leaves float32 "
             f"there{share}: cast the operands before the call, as in `q.astype(jnp.bfloat16)`, "

@@ -7,6 +7,7 @@ import os
 import reprlib
 import sys
 import traceback
+import warnings
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -32,6 +33,14 @@ import jax
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
+
+
+def share_text(part: float, whole: float) -> str:
+    """Returns a share in percent: `100.0 %` is all, and `0.0 %` is nothing."""
+    percent = 100 * part / whole if whole else 0.0
+    if 0 < percent < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if 99.95 <= percent and part < whole else f"{percent:.1f} %"
 
 
 def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
@@ -60,6 +69,11 @@ def user_stacklevel(*packages: str) -> int:
     stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
     levels = (n for n, frame in enumerate(stack) if not frame.filename.startswith(others))
     return next(levels, len(stack) - 1)
+
+
+def warn(message: str) -> None:
+    """Warns at the user's line that calls jmpx, or a function that jmpx made."""
+    warnings.warn(message, stacklevel=user_stacklevel("jax"))
 
 
 def describe(value: object) -> str:

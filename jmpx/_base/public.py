@@ -64,10 +64,10 @@ def _is_installed(package: str) -> bool:
 def _missing(module: str, name: str) -> AttributeError:
     """Returns the error for a missing name: it says what to write, if that is known."""
     text = f"module {module!r} has no attribute {name!r}"
-    for other in ("jmpx", "jmpx.inspect", "jmpx.optim", "jmpx.distributed", "jmpx.types"):
-        if not name.startswith("_") and name in importlib.import_module(other).__all__:
-            return AttributeError(f"{text}: write {other}.{name} instead.")
     if name in _ELSEWHERE:
         return AttributeError(f"{text}: write {_ELSEWHERE[name]} instead.")
+    for other in ("", ".inspect", ".optim", ".distributed", ".types", ".mpx"):
+        if not name.startswith("_") and name in importlib.import_module(f"jmpx{other}").__all__:
+            return AttributeError(f"{text}: write jmpx{other}.{name} instead.")
     # Python suggests the nearest name.
     return AttributeError(text, name=name, obj=sys.modules[module])

@@ -32,14 +32,6 @@ def _scaled(number: float, base: int, units: Sequence[str]) -> str:
     return f"{scaled:.{digits if power else 0}f} {units[power]}"
 
 
-def share_text(part: float, whole: float) -> str:
-    """Returns a share in percent: `100.0 %` is all, and `0.0 %` is nothing."""
-    percent = 100 * part / whole if whole else 0.0
-    if 0 < percent < 0.1:
-        return "<0.1 %"
-    return ">99.9 %" if 99.95 <= percent and part < whole else f"{percent:.1f} %"
-
-
 def error_text(error: float) -> str:
     """Returns a relative error, such as `1.2e-03`."""
     return "0" if error == 0 else f"{error:.1e}"

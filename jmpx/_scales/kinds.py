@@ -207,6 +207,7 @@ class DynamicLossScale(Scaling):
 
 
 LEAVES = ("loss_scale", "counter")
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, LEAVES))  # made once: each dispatch flattens a scale
 _MAYBE = ("max_loss_scale", "backoff_factor")  # may be None
 _CONFIGURATION = tuple(
     field.name for field in dataclasses.fields(DynamicLossScale) if field.name not in LEAVES
@@ -214,7 +215,7 @@ _CONFIGURATION = tuple(
 
 
 def _flatten(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
-    leaves = [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in LEAVES]
+    leaves = [(key, getattr(scale, key.name)) for key in _KEYS]
     return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
 
 

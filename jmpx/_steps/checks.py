@@ -1,14 +1,13 @@
 """Errors and warnings about the arguments of the functions of a train step."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.messages import describe, user_stacklevel
+from jmpx._base.messages import describe, warn
 from jmpx._base.trees import (
     ArrayLeaf,
     PyTree,
@@ -242,8 +241,3 @@ def _holds(tree: PyTree, is_one: Callable[[object], bool]) -> bool:
 
 
 _holds_counts = functools.partial(_holds, is_one=_is_counting)
-
-
-def warn(message: str) -> None:
-    """Warns at the line that calls the function whose arguments are checked."""
-    warnings.warn(message, stacklevel=user_stacklevel("jax"))

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application, State
+from jmpx._adapters.applying import State
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.stateful import Arguments, Changes, Keywords, PureFunction
 from jmpx._base.trees import (
@@ -47,10 +47,10 @@ def differentiate(
     positions_of(options.batch, options.model_state.argnum, len(args))  # refuses wrong ones
     options.check_overwritten(args[0])
     params = widened(stored, options.grad_dtype)
-    application = options.applied()
-    options.check_stored(application.policy_map, stored, args[0])
+    options.warn_of_no_scale()
+    options.check_stored(stored, args[0])
     old_state = options.model_state.get(args)
-    call = _Call(options, application, pure, merge, kwargs)
+    call = _Call(options, pure, merge, kwargs)
     result, checked, axes = call.mean(params, state, args)
     grads = cast_gradients(result.grads, stored, options.grad_dtype)
     pairs = zip(grads, params, strict=True)
@@ -71,7 +71,6 @@ class _Call(NamedTuple):
     """One call of a gradient function."""
 
     options: Options
-    application: Application
     pure: PureFunction
     merge: Merge  # puts parameters back into the first argument
     kwargs: Keywords
@@ -88,14 +87,14 @@ class _Call(NamedTuple):
         shards = _Shards(self.merge(params), over)
         params = vary(params, shards.axes)
         run = self.run if options.batch.microbatches == 1 else self.accumulate
-        with self.application.products():  # around all: a custom_vjp is traced backward, too
+        with options.applying.products():  # around all: a custom_vjp is traced backward, too
             backward = run(params, state, args, shards)
         value, grads = unscaled_mean(
             backward.value,
             backward.grads,
             options.scaling,
             None if over is None else over.axis_name,
-            self.application.reduce_dtype,
+            options.applying.reduce_dtype,
             shards.found,
         )
         mean = backward._replace(value=value, grads=grads)
@@ -126,7 +125,7 @@ class _Call(NamedTuple):
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
     ) -> Backward:
         """Runs one forward and backward pass."""
-        options, application = self.options, self.application._replace(stored=args[0])
+        options, application = self.options, self.options.applying._replace(stored=args[0])
         old = options.model_state.get(args)
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, PyTree]:

@@ -12,7 +12,7 @@ from jmpx._adapters.applying import Application, UncastArguments, UncastLike
 from jmpx._base.axes import AxisName, varying_axes
 from jmpx._base.contexts import may_be_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, describe
+from jmpx._base.messages import check_runs_at_once, describe, warn
 from jmpx._base.trees import (
     PyTree,
     can_replace,
@@ -31,7 +31,7 @@ from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.strings import MixedPrecisionLike
 from jmpx._steps.batches import Batch, as_grad_dtype, numbers_of, paths_of, split_batch
-from jmpx._steps.checks import check_loss_scale, check_whole, warn
+from jmpx._steps.checks import check_loss_scale, check_whole
 
 # Model state: an argument whose new value a function returns in its aux.
 
@@ -177,16 +177,26 @@ class Options:
         self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
-        _check_reduce(self.applying.policy_map, self.over)
+        self.policy_map = self.applying.policy_map
+        _check_reduce(self.policy_map, self.over)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         summed_in = self.applying.reduce_dtype or self.grad_dtype
         self.widens = summed_in is not None and jnp.dtype(summed_in).itemsize >= 4
         self.model_state = ModelState.of(state_argnum, has_aux)
 
-    def applied(self) -> Application:
-        """Returns the application for one call; warns if it needs a loss scale."""
-        _warn_of_no_scale(self.applying.policy_map, self.scaling)
-        return self.applying
+    def warn_of_no_scale(self) -> None:
+        """Warns if gradients are computed in float16 without a loss scale."""
+        if type(self.scaling) is not NoOpLossScale:
+            return
+        default, rules = self.policy_map.default, self.policy_map.rules
+        rules = () if self.policy_map.way == "arguments" else rules
+        if jnp.float16 in {default.compute_dtype, *(rule.compute for rule in rules)}:
+            warn(
+                "The gradient function computes in float16 without a loss scale, so that gradients "
+                "below 2**-24 become 0: give it jmpx.DynamicLossScale() and carry that from step "
+                "to step, compute in bfloat16, or write jmpx.StaticLossScale(1) if this is "
+                "intentional."
+            )
 
     def check_overwritten(self, model: PyTree) -> None:
         """Refuses state that Flax's float8 layers hand out as gradients where it would change."""
@@ -203,9 +213,7 @@ class Options:
                 "the float8 layer out."
             )
 
-    def check_stored(
-        self, policy_map: PolicyMap, params: Sequence[jax.Array], model: PyTree
-    ) -> None:
+    def check_stored(self, params: Sequence[jax.Array], model: PyTree) -> None:
         """Warns of narrow parameters, in which updates are lost, unless they are meant to be so.
 
         A user who gives `grad_dtype`, as for `low_precision_params`, or that dtype as `params` in
@@ -213,7 +221,8 @@ class Options:
         """
         if self.grad_dtype is not None or may_be_rounded():
             return
-        dtypes = policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)
+        default = self.policy_map.default
+        dtypes = default.param_dtype, *(rule.params for rule in self.policy_map.rules)
         wanted = [jnp.dtype(dtype) for dtype in dtypes if dtype is not None]
         found = [is_floating(p) and p.dtype.itemsize < 4 and p.dtype not in wanted for p in params]
         if not any(found):
@@ -224,7 +233,7 @@ class Options:
         warn(
             f"The gradient function differentiates parameters that are stored in less than 32 bits,"
             f" {share:.3g} % of all, such as {spell(params[first])} at {paths_of(model)[first]}, "
-            f"where its policy says params={dtype_name(policy_map.default.param_dtype)}: small "
+            f"where its policy says params={dtype_name(default.param_dtype)}: small "
             "updates of them round to nothing, so create them in float32, or keep their gradients "
             "in float32 by grad_dtype=jnp.float32 for jmpx.optim.low_precision_params, or write "
             f"params={dtype_name(params[first].dtype)} if this is intentional."
@@ -258,19 +267,6 @@ def _check_reduce(policy_map: PolicyMap, over: Over | None) -> None:
             f"Cannot sum gradients in {dtype_name(reduce)}, as reduce in the gradient function's "
             f"policy says, where they are computed in {dtype_name(compute)} and no mapped axis is "
             "averaged over: write r=f32, leave reduce out, or give over=jmpx.Over(...)."
-        )
-
-
-def _warn_of_no_scale(policy_map: PolicyMap, scaling: LossScale) -> None:
-    """Warns if gradients are computed in float16 without a loss scale."""
-    if type(scaling) is not NoOpLossScale:
-        return
-    rules = () if policy_map.way == "arguments" else policy_map.rules
-    if jnp.float16 in {policy_map.default.compute_dtype, *(rule.compute for rule in rules)}:
-        warn(
-            "The gradient function computes in float16 without a loss scale, so that gradients "
-            "below 2**-24 become 0: give it jmpx.DynamicLossScale() and carry that from step to "
-            "step, compute in bfloat16, or write jmpx.StaticLossScale(1) if this is intentional."
         )
 
 

@@ -14,11 +14,12 @@ from helpers.findings_of import shape
 from hypothesis import given, settings, strategies as st
 
 import jmpx
+from jmpx._base.messages import share_text
 from jmpx._inspect.audit.api import KINDS, merged
 from jmpx._inspect.audit.step import UntriedFinding
 
 # Why private names: no program has all units, kinds of findings, and orders of them.
-from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
+from jmpx._inspect.text import bytes_text, flop_text, short_names
 
 
 def leaky(w, x):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, share_text
 from jmpx._inspect.reports import Report, Table, as_text
-from jmpx._inspect.text import bytes_text, columns, flop_text, share_text, short_names
+from jmpx._inspect.text import bytes_text, columns, flop_text, short_names
 from jmpx._jaxprs.equations import Place
 
 SEVERITIES = ("high", "medium", "low")  # the worst one first

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
@@ -16,7 +16,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import CompileCache, nodes_by_key, progress, relative_error, with_arrays
-from jmpx._inspect.text import columns, error_text, share_text, short_names
+from jmpx._inspect.text import columns, error_text, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._scales.strings import MixedPrecisionLike
 

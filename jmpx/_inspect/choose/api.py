@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_array, spell
 from jmpx._inspect.blame.api import blamed_runs, check_kind
 from jmpx._inspect.blame.runs import Measure
@@ -19,7 +19,7 @@ from jmpx._inspect.plan.api import Planned, plan
 from jmpx._inspect.plan.chips import get_chip
 from jmpx._inspect.reports import GREEN, ORANGE, SKY_BLUE, Report, Table, new_figure
 from jmpx._inspect.running import progress, relative_error
-from jmpx._inspect.text import bytes_text, error_text, share_text
+from jmpx._inspect.text import bytes_text, error_text
 from jmpx._jaxprs.core import Array
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmpx._base.messages import share_text
 from jmpx._inspect.hlo.dataflow import run
 from jmpx._inspect.hlo.found import KERNEL, Collective, Found, Product
 from jmpx._inspect.hlo.module import Module
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.text import bytes_text, count_text, flop_text, share_text
+from jmpx._inspect.text import bytes_text, count_text, flop_text
 
 _COUNTS = "partitions", "replicas"
 _SIZES = "argument_size output_size alias_size temp_size peak_memory".split()  # of JAX

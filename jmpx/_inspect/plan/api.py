@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.report import Products
@@ -15,7 +15,7 @@ from jmpx._inspect.plan.compiling import ask, line_of, placed, versions
 from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import progress
-from jmpx._inspect.text import bytes_text, flop_text, share_text, short_names
+from jmpx._inspect.text import bytes_text, flop_text, short_names
 from jmpx._inspect.watched import constants
 from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
@@ -25,7 +25,7 @@ from jmpx._inspect.ranges.counting import (
 )
 from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import scale_text, with_arrays
-from jmpx._inspect.text import columns, count_text, share_text
+from jmpx._inspect.text import columns, count_text
 from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 if TYPE_CHECKING:
