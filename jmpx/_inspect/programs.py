@@ -5,6 +5,7 @@ loss if it returns a floating scalar and its equations hold no backward pass.
 """
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -203,6 +204,9 @@ def _differentiated(*first: PyTree) -> list[int]:
 
 
 def name_of(fn: Callable[..., PyTree]) -> str:
+    """Returns the name of a function, also of a `functools.partial` of it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 

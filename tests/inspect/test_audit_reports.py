@@ -1,6 +1,7 @@
 """Reports of audits: how they print, when `check` fails, how findings merge."""
 
 import dataclasses
+import functools
 import html
 import json
 import pickle
@@ -139,6 +140,15 @@ def test_shares_come_first_then_findings_then_scopes():
     assert "  bfloat16  87.6 %   340 MiB\n" in text  # saved values have no number of times
     # The rule, else the advice, has a line of its own.
     assert {LEAK.rule, SAVED.advice, EXP.rule} <= {line.strip() for line in text.splitlines()}
+
+
+def test_a_partial_has_the_name_of_its_function():
+    def train_step(optimizer, w):
+        return (w @ w).sum()
+
+    step = functools.partial(functools.partial(train_step, "adam"))
+    report = jmpx.inspect.audit(step)(shape(2, 2))
+    assert report.title == "train_step"
 
 
 def test_what_a_report_says_of_its_program():
