@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmpx._autocast import eight_bits
 from jmpx._autocast.binding import number_dtypes, result_dtypes, run_as_traced, run_overridden
 from jmpx._autocast.kinds import full, keep, low, saturating
 from jmpx._autocast.layers import OnValues, find_layers, key_of, repeated, said_of, shared, token
@@ -16,10 +17,19 @@ from jmpx._autocast.neighbours import NOTHING, SUMS, Ends, Neighbours, find_neig
 from jmpx._autocast.rules import Operation, Retraced, Retracing, is_float32, lookup
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Array, Regions, Traits, Value
 from jmpx._autocast.warned import note_products
+from jmpx._base.contexts import INSPECTED, fact
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES, note_source
-from jmpx._jaxprs.inner import CHECKPOINT, Piece, any_holds, kind, once_per_jaxpr, scopes_around
+from jmpx._jaxprs.inner import (
+    CHECKPOINT,
+    PRODUCTS,
+    Piece,
+    any_holds,
+    kind,
+    once_per_jaxpr,
+    scopes_around,
+)
 from jmpx._jaxprs.marks import FULL_PRECISION, is_marking, policy_mark, split_policy
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.registry import any_class_has_a_policy
@@ -311,7 +321,8 @@ class Interpreter:
         """Traces the evaluation of a jaxpr, once for the same traits, manner and policy map."""
         traits = tuple(value.traits for value in values)
         around = self.regions.policy_map, self.regions.surrounding
-        retraced = _retraced(jaxpr, traits, how, is_marking(), *around)
+        seen = is_marking(), fact(INSPECTED)
+        retraced = _retraced(jaxpr, traits, how, seen, *around)
         self.used.add(retraced.used)
         return retraced
 
@@ -319,9 +330,9 @@ class Interpreter:
 # The calls of one jitted function share a jaxpr: retraced once, it is compiled once.
 @once_per_jaxpr
 def _retraced(
-    jaxpr: Jaxpr, traits: Sequence[Traits], how: Retracing, has_marks: bool, *around: Any
+    jaxpr: Jaxpr, traits: Sequence[Traits], how: Retracing, seen: Hashable, *around: Any
 ) -> Retraced:
-    del has_marks  # a key of the cache: the traced program has marks or not
+    del seen  # a key of the cache: a tool sees another program, with marks
     interpreter, num_uncast = Interpreter(*around), how.num_uncast
     results: list[Traits] = []
 
@@ -361,7 +372,8 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     # The equations inside a checkpoint are marked where they are evaluated.
     is_around = equation.primitive.name == CHECKPOINT and not region.is_fixed
     if is_marking() and not is_around and not split_policy(core.scope_of(equation))[1]:
-        scopes.append(policy_mark(region.policy))
+        why = eight_bits.why_not(operation) if operation.name in PRODUCTS else ""
+        scopes.append(policy_mark(f"{region.policy}; {why}" if why else region.policy))
     with core.at_source_of(equation, *scopes, depth=depth):
         return _apply_rule(operation)
 

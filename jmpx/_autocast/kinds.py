@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._autocast import eight_bits
 from jmpx._autocast.binding import (
     bind,
     bind_arrays,
@@ -34,6 +35,8 @@ from jmpx._jaxprs.marks import RESTORE
 
 def low(operation: Operation) -> list[Value]:
     """Runs in the compute dtype; in float32 if the user asked for more precision."""
+    if eight_bits.is_chosen(operation):
+        return eight_bits.product(operation)
     if is_precise(operation.equation):
         return run_as_traced(operation, is_weak=False)
     dtype = low_dtype(operation.equation, operation.region.dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._base.dtypes import check_computes, matmul_of
+from jmpx._base.dtypes import check_computes, eight_bits, matmul_of
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.marks import (
@@ -262,6 +262,9 @@ class Used:
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
         # Why products that should run in 16 bits keep their dtypes; "" for those that do run so.
         self.kept = set[str]()
+        # Why a product runs in 16 bits where a rule says 8 bits, by the rank of the rule; "" for
+        # those that run in 8 bits.
+        self.eight_bits = set[tuple[int, str]]()
         self.wide = set[Equation]()  # that hold products which should run in 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:
@@ -287,8 +290,10 @@ class Region(NamedTuple):
     @property
     def policy(self) -> str:
         """The region as a policy string."""
-        algorithm = "" if self.algorithm is None else f",matmul={self.algorithm.name}"
-        return f"compute={self.dtype.name}{algorithm}"
+        found = self.algorithm
+        if found is None or (self.is_full and eight_bits(found.name)):
+            return f"compute={self.dtype.name}"
+        return f"compute={self.dtype.name},matmul={found.name}"
 
     def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
         """Returns the region that a policy rule makes of this one."""
@@ -309,7 +314,8 @@ class Regions:
         # The algorithm that jmpx has set around the call; the map's default takes precedence.
         self.surrounding = surrounding
         self.used = Used()
-        given = (rule.product or rule.matmul for rule in policy_map.rules)
+        rules = [rule for rule in policy_map.rules if not rule.is_in_eight_bits]
+        given = (rule.product or rule.matmul for rule in rules)
         names = (surrounding, policy_map.default.matmul_precision, *given)
         self.give_algorithms = any(name is not None for name in names)
         ranked = (policy_map.default.matmul_precision, -1), (surrounding, -2)

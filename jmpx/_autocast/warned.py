@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._autocast import eight_bits
 from jmpx._autocast.rules import ENTRIES, Operation, is_float32, is_precise, lookup, low_dtype
 from jmpx._autocast.value import FLOAT32, Regions, Used
 from jmpx._base.messages import did_you_mean, share_text
@@ -115,6 +116,9 @@ def note_products(operation: Operation) -> None:
         return
     used = operation.interpreter.regions.used
     if operation.name in PRODUCTS:
+        why, algorithm = eight_bits.why_not(operation), operation.region.algorithm
+        if why is not None and algorithm is not None:
+            used.eight_bits.add((algorithm.rank, why))
         used.kept.update(_why_kept(operation))
     elif operation.name == "custom_vjp_call" or lookup(equation) is None:
         regions = operation.interpreter.fresh().regions  # a rule that matches inside has no effect
@@ -208,7 +212,15 @@ def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -
                 "keeps its dtypes: write rules for those inside, such as 'op.dot_general', or cast "
                 "the operands before the call."
             )
-        if rule.matmul is not None and rank not in ranks:
+        if rule.is_in_eight_bits:
+            why = {why for of_rule, why in used.eight_bits if of_rule == rank}
+            if "" not in why:
+                reasons = " and ".join(sorted(why)) or "no matrix product in 16 bits runs there"
+                yield (
+                    f"The matmul of the {the_rule} has no effect, because {reasons}: leave it out, "
+                    "or select the layers whose products are to run in 8 bits."
+                )
+        elif rule.matmul is not None and rank not in ranks:
             yield (
                 f"The matmul of the {the_rule} has no effect, because no float32 product gets it: "
                 "leave it out, or write compute=float32 beside it."

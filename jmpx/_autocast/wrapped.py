@@ -11,11 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast import eight_bits
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
-from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
+from jmpx._base.contexts import AUTOCAST, INSPECTED, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype, region_setting
 from jmpx._base.made_once import made_once
 from jmpx._base.messages import check_runs_at_once, user_stacklevel
@@ -156,6 +157,8 @@ def evaluated(
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
     used = policy_map, interpreter.used
+    if not fact(INSPECTED):
+        eight_bits.check_units(policy_map, interpreter.used)
     messages = *unused_rules(*used, seen), *wide_products(*used, jaxpr), *messages_of(left)
     for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
@@ -298,7 +301,8 @@ def autocast(
     Raises:
         TypeError: if an argument is of a wrong type.
         ValueError: if an argument has no such value, or, when called, if `fn` changes an NNX module
-            that it closes over, or a compute dtype has 8 bits.
+            that it closes over, a compute dtype has 8 bits, or a rule multiplies in 8 bits, for
+            which the default device has no units.
 
     Warns:
         UserWarning: when called, if rules, algorithms or `save` have no effect, or if matmuls stay

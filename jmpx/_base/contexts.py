@@ -55,7 +55,9 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
-AUTOCAST = "autocast traces"  # the topic under which autocast sets its policies as a fact
+# Topics of facts: the policies of autocast, and whether a tool of `jmpx.inspect` traces.
+AUTOCAST = "autocast traces"
+INSPECTED = "a tool traces"
 
 
 class _State:

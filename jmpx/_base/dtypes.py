@@ -30,7 +30,10 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 
 _TF32 = "TF32 is an algorithm of float32 products, so write compute=float32,matmul=tensorfloat32"
-_EIGHT_BITS = "8 bits are for storage, so write params=float8_e4m3fn or params=float8_e5m2"
+_EIGHT_BITS = (
+    "store in 8 bits by params=float8_e4m3fn or params=float8_e5m2, and multiply in 8 bits by "
+    "matmul=fp8 in a rule, as '*/mlp/*: matmul=fp8'"
+)
 _INTEGER = (
     "expected a floating dtype, because integers have no gradient: to quantize, use a library for "
     "that, such as Qwix"
@@ -158,7 +161,8 @@ def check_computes(dtype: DTypeLike) -> None:
         raise ValueError(
             f"Cannot compute in {name}, where gradients would be 0 or NaN: {name} is a dtype to "
             f"store in, as params={name} or output={name}; compute in bfloat16, float16 or "
-            "float32, as compute=bfloat16."
+            "float32, as compute=bfloat16, and multiply in 8 bits by a rule, as '*/mlp/*: "
+            "matmul=fp8'."
         )
     check_enabled(dtype)
 
@@ -189,7 +193,10 @@ def check_product(dtype: DTypeLike, place: str = "") -> None:
 
 
 _WORDS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
-_ALGORITHMS = tuple(name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT")
+# Those of 8 bits have no scales; see `EightBits`.
+_ALGORITHMS = tuple(
+    name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT" and "F8_" not in name
+)
 
 # The dot algorithms that multiply 16-bit operands and return float32, by the operands' dtype.
 SUMMED_IN_FLOAT32 = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
@@ -205,9 +212,27 @@ def describe_matmuls() -> str:
     return f"{', '.join(_WORDS)}, or a dot algorithm such as BF16_BF16_F32_X3"
 
 
-def parse_matmul(name: str) -> str:
-    """Returns a name in any case as JAX spells it; a KeyError if JAX does not take it."""
+def parse_matmul(name: str, place: str = "", in_rule: bool = False) -> str:
+    """Returns a name in any case as JAX spells it; a KeyError if JAX does not take it.
+
+    Raises:
+        ValueError: for products in 8 bits, unless a rule says so in the words of jmpx.
+    """
     name = name.strip()
+    if eight_bits(name) is not None:
+        if in_rule:
+            return eight_bits_name(name)
+        raise ValueError(
+            f"Cannot multiply in {name.lower()}{place} for a whole model, whose embeddings, heads "
+            "and routers need more digits: write a rule for the layers that are to multiply in 8 "
+            f"bits, as '*/mlp/*: matmul={name.lower()}'."
+        )
+    if "F8_" in name.upper():
+        raise ValueError(
+            f"Cannot multiply by the algorithm {name.upper()}{place}, which rounds to 8 bits "
+            "without a scale, where gradients would be 0 or NaN: write matmul=fp8 in a rule, as "
+            "'*/mlp/*: matmul=fp8'."
+        )
     for spelled in (name.lower(), name.upper()):
         try:
             with jax.default_matmul_precision(spelled):
@@ -217,7 +242,7 @@ def parse_matmul(name: str) -> str:
     raise KeyError(name)
 
 
-def as_matmul(precision: str | None) -> str | None:
+def as_matmul(precision: str | None, in_rule: bool = False) -> str | None:
     """Returns the name of an algorithm of products, as JAX spells it; None for None."""
     if precision is None:
         return None
@@ -228,7 +253,7 @@ def as_matmul(precision: str | None) -> str | None:
     if not isinstance(precision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(unknown)
     try:
-        return parse_matmul(precision)
+        return parse_matmul(precision, in_rule=in_rule)
     except KeyError:
         raise ValueError(unknown) from None
 
@@ -236,6 +261,29 @@ def as_matmul(precision: str | None) -> str | None:
 def is_algorithm(matmul: str | None) -> bool:
     """Whether a name is a dot algorithm, which JAX ignores for convolutions."""
     return matmul is not None and matmul not in _WORDS
+
+
+class EightBits(NamedTuple):
+    """Products of operands that are rounded to 8 bits, as the `matmul` of a rule says."""
+
+    blocks: bool  # `mxfp8`: a scale for each 32 numbers; else `fp8`: one for each array
+    attention: bool  # `+attention`: batched products of two activations, too
+    emulate: bool  # `+emulate`: the same numbers on hardware without units for them
+
+
+@functools.cache
+def eight_bits(matmul: str | None) -> EightBits | None:
+    """Returns the meaning of a name such as `fp8` or `mxfp8+emulate`; None for other names."""
+    word, *more = "".join((matmul or "").lower().split()).split("+")
+    if word not in ("fp8", "mxfp8") or not {*more} <= {"attention", "emulate"}:
+        return None
+    return EightBits(word == "mxfp8", "attention" in more, "emulate" in more)
+
+
+def eight_bits_name(matmul: str) -> str:
+    """Returns a name of `eight_bits` in one spelling, such as `fp8+attention+emulate`."""
+    word, *more = "".join(matmul.lower().split()).split("+")
+    return "+".join([word, *sorted({*more})])
 
 
 def matmul_of(policy: object) -> str | None:

@@ -145,6 +145,8 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     """Returns the fields that hold where a rule matches; a star marks inherited ones."""
     rule = rule.spelled_out(default.compute_dtype)
     fields = given_fields(rule.resolve(default, default))
+    if rule.is_in_eight_bits:
+        fields["matmul"] = str(rule.matmul)
     inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
     if rule.is_operation:  # it has no more than the rule says
         return {key: fields[key] for key in ("compute", "matmul") if key not in inherited}

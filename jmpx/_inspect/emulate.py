@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jmpx._base.dtypes import SUMMED_IN_FLOAT32, DTypeLike, as_dtype, dtype_name
+from jmpx._base.formats import E4M3, E5M2, rounded_to
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
@@ -45,16 +46,6 @@ def rounded(array: Array) -> Array:
     return lax.convert_element_type(rounded_to(wide, array.dtype), array.dtype)
 
 
-def rounded_to(wide: Array, dtype: np.dtype) -> Array:
-    """Returns an array of float32, rounded to the numbers of one of the formats."""
-    info = jnp.finfo(dtype)
-    low = lax.reduce_precision(wide, info.nexp, info.nmant)
-    if dtype == np.float16:  # whose subnormal numbers `reduce_precision` flushes to zero
-        units = lax.round(wide * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
-        low = jnp.where(jnp.abs(wide) < 2.0**-14, units * 2.0**-24, low)
-    return low
-
-
 def _operand(array: Array, dtype: np.dtype | None) -> Array:
     """Returns an operand of a product in a dtype, as float32; None stands for TF32."""
     wide = lax.convert_element_type(array, np.float32)
@@ -64,10 +55,10 @@ def _operand(array: Array, dtype: np.dtype | None) -> Array:
 
 
 class Rounding:
-    """Runs programs, and rounds the results of their equations to some dtypes."""
+    """Runs programs, and rounds the results of their equations to some dtypes, and to 8 bits."""
 
     def __init__(self, formats: Sequence[str]) -> None:
-        self.dtypes = tuple(map(np.dtype, formats))
+        self.dtypes = (*map(np.dtype, formats), E4M3, E5M2)
 
     def run(self, fn: Callable[..., PyTree], args: PyTree) -> PyTree:
         """Runs a function; its derivative is that of the original function, run in the same way."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
+from jmpx._base.contexts import INSPECTED, fact_set
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
@@ -112,6 +113,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
 
     arguments = (call.fn, *call.args), call.kwargs
     with (
+        fact_set(INSPECTED, True),
         listening() as sessions,
         trial_rules(call.rules) as mapped_by,
         split(marked, *arguments) as (pure, state, args, kwargs),

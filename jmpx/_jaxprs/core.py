@@ -137,6 +137,13 @@ def in_vmap() -> bool:
     return any(type(trace).__name__ == "BatchTrace" for trace in _enclosing_traces())
 
 
+def in_vmap_around() -> bool:
+    """Whether `jax.vmap` maps a function here that is differentiated outside of it, if at all."""
+    kinds = [type(trace).__name__ for trace in _enclosing_traces()]
+    first = next((kind for kind in kinds if kind in ("BatchTrace", *_DERIVATIVES)), "")
+    return first == "BatchTrace"
+
+
 def _enclosing_traces() -> list[object]:
     """Returns the traces of JAX here, the innermost first."""
     traces = []

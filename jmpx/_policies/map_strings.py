@@ -235,7 +235,7 @@ def _rule_of(entries: list[Entry], found: Found) -> Rule:
         raise ValueError(f"Missing key 'select'{found.at}: write {_RULE_EXAMPLE}.")
     name, optional = _read_selector(given["select"])
     own = {key: each for key, each in given.items() if key not in ("select", "policy")}
-    fields = {key: read_field(key, each) for key, each in own.items()}
+    fields = {key: read_field(key, each, in_rule=True) for key, each in own.items()}
     if "policy" in given and own:
         raise ValueError(
             f"Unexpected key{next(iter(own.values())).at} beside 'policy': write all fields of the "

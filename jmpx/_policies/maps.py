@@ -18,6 +18,7 @@ from jmpx._base.dtypes import (
     as_matmul,
     check_product,
     dtype_name,
+    eight_bits,
     matmul_of,
 )
 from jmpx._base.messages import SAVES, Found, Located, did_you_mean, refuse_value, unknown
@@ -43,7 +44,10 @@ class Rule:
         optional: whether the rule may match nothing without a warning. In a string, a question
             mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
         matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
-            call. See `Policy`.
+            call. See `Policy`. Or "fp8" or "mxfp8", for matrix products of operands in 8 bits that
+            compute in 16 bits otherwise, by operations alone; "+attention" behind it includes
+            batched products of two activations, and "+emulate" runs on hardware that has no units
+            for them. See docs/eight_bits.md.
         product: float32 for matrix products that multiply in the 16-bit dtype of the surrounding
             call, or in `compute` if that is given, and return float32, forward and backward; all
             else in the part is float32, as are its inputs and results. None leaves products to the
@@ -52,7 +56,8 @@ class Rule:
     Raises:
         TypeError: if a field is neither None nor a dtype, or `matmul` is not a name.
         ValueError: if a dtype is unknown or not floating, or the algorithm is unknown; or if
-            `product` is not float32, is for an operation, or stands beside what contradicts it.
+            `product` is not float32; or if `product`, or a `matmul` in 8 bits, is for an operation
+            or stands beside what contradicts it.
     """
 
     __module__ = "jmpx.types"
@@ -70,24 +75,31 @@ class Rule:
         for key in ("params", "compute", "output", "product"):
             dtype = getattr(self, key)
             object.__setattr__(self, key, None if dtype is None else as_dtype(dtype))
-        object.__setattr__(self, "matmul", as_matmul(self.matmul))
+        object.__setattr__(self, "matmul", as_matmul(self.matmul, in_rule=True))
         if self.product is not None:
             check_product(self.product)
-            self._check_beside_product()
+            self._check("product=float32")
+        if self.is_in_eight_bits:
+            self._check(f"matmul={self.matmul}")
 
-    def _check_beside_product(self) -> None:
-        """Refuses fields and selectors that contradict `product`."""
+    def _check(self, field: str) -> None:
+        """Refuses fields and selectors that contradict `product`, or a `matmul` in 8 bits."""
         remedy = ""
         if self.is_operation:
-            remedy = "select the module or scope around the operation, at whose edges float32 ends"
+            remedy = "select the module or scope around the operation"
+        elif self.product is not None and self.matmul is not None:
+            remedy = "product is an algorithm of products itself, so leave one of them out"
         elif self.compute is not None and dtype_name(self.compute) not in SUMMED_IN_FLOAT32:
             remedy = "compute is the dtype of the operands, so write bfloat16, float16 or nothing"
-        elif self.output not in (None, jnp.float32):
+        elif self.product is not None and self.output not in (None, jnp.float32):
             remedy = "it returns float32, so leave output out"
-        elif self.matmul is not None:
-            remedy = "it is an algorithm of products itself, so leave matmul out"
         if remedy:
-            raise ValueError(f"Cannot follow product=float32 in rule {str(self)!r}: {remedy}.")
+            raise ValueError(f"Cannot follow {field} in rule {str(self)!r}: {remedy}.")
+
+    @property
+    def is_in_eight_bits(self) -> bool:
+        """Whether `matmul` is for products of operands in 8 bits."""
+        return eight_bits(self.matmul) is not None
 
     @property
     def label(self) -> str:
@@ -145,7 +157,9 @@ class Rule:
             default.param_dtype if rule.params is None else rule.params,
             compute if rule.compute is None else rule.compute,
             output if rule.output is None else rule.output,
-            matmul_precision=matmul_of(around) if rule.matmul is None else rule.matmul,
+            matmul_precision=(
+                matmul_of(around) if rule.matmul is None or rule.is_in_eight_bits else rule.matmul
+            ),
         )
 
     def spelled_out(self, *around: DTypeLike | None) -> "Rule":
@@ -155,9 +169,10 @@ class Rule:
             around: the compute dtypes around the selected part, the innermost first.
 
         Raises:
-            ValueError: if neither these nor the compute dtype of the rule have 16 bits.
+            ValueError: if the rule needs 16 bits, and neither these nor its compute dtype have
+                them.
         """
-        if self.product is None:
+        if self.product is None and not self.is_in_eight_bits:
             return self
         given = [dtype_name(dtype) for dtype in (self.compute, *around) if dtype is not None]
         algorithms = [SUMMED_IN_FLOAT32[name] for name in given if name in SUMMED_IN_FLOAT32]
@@ -165,8 +180,11 @@ class Rule:
             raise ValueError(
                 f"Cannot follow rule {str(self)!r} where the compute dtype is {given[0]}: its "
                 "operands have the 16 bits of what is around, so write compute=bfloat16 in the "
-                "policy or beside product, or leave the rule out."
+                f"policy or beside {'matmul' if self.product is None else 'product'}, or leave the "
+                "rule out."
             )
+        if self.product is None:
+            return self
         wide = {"compute": jnp.float32, "output": jnp.float32}
         return dataclasses.replace(self, **wide, matmul=algorithms[0], product=None)
 
@@ -272,8 +290,9 @@ class PolicyMap:
             dtype is another than its compute dtype. By operations, only then are results widened.
 
     Raises:
-        ValueError: if `by` or `save` is unknown; if a rule has `product`, and nothing in the map
-            computes in 16 bits.
+        ValueError: if `by` or `save` is unknown; if a rule has `product` or multiplies in 8 bits,
+            and nothing in the map computes in 16 bits; if one multiplies in 8 bits by arguments or
+            by modules.
 
     Example:
         >>> import jmpx
@@ -299,7 +318,8 @@ class PolicyMap:
             object.__setattr__(self, name, read_how(name, Located(word, "jmpx.PolicyMap")))
         others = [rule.compute for rule in self.rules]
         for rule in self.rules:
-            rule.spelled_out(self.default.compute_dtype, *others)  # refuses a wrong `product`
+            rule.spelled_out(self.default.compute_dtype, *others)  # refuses what it cannot follow
+        self._refuse_eight_bits(self.way)
 
     @property
     def way(self) -> str:
@@ -321,8 +341,9 @@ class PolicyMap:
 
         Raises:
             ValueError: if the map is written for another way, or has `save` for a function that
-                has no backward pass to change.
+                has no backward pass to change; or if a rule multiplies in 8 bits.
         """
+        self._refuse_eight_bits(way)
         if self.by not in (None, way):
             raise ValueError(
                 f"Cannot apply policy map {str(self)!r} by {name}, which is for by={way}: give the "
@@ -336,6 +357,16 @@ class PolicyMap:
                 "differentiated in jmpx.remat, or give the map to jmpx.apply_policy."
             )
         return dataclasses.replace(self, by=None, save=None)
+
+    def _refuse_eight_bits(self, way: str) -> None:
+        """Refuses products in 8 bits where no operation is cast."""
+        for rule in self.rules if way != "operations" else ():
+            if rule.is_in_eight_bits:
+                raise ValueError(
+                    f"Cannot follow rule {str(rule)!r} by {way}, where products are not changed: "
+                    "leave by out, and give the map to jmpx.apply_policy, or as policy= to the "
+                    "gradient function."
+                )
 
     def alone(self, source: str) -> Policy:
         """Returns the default of a map that has nothing else.

@@ -163,7 +163,7 @@ def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> di
         given = by_name(read_entries(value, found.path), keys, ELSEWHERE)
         if not given:
             raise missing_policy(found)
-        return {name: read_field(name, each) for name, each in given.items()}
+        return {name: read_field(name, each, "product" in keys) for name, each in given.items()}
     if is_dtype(value):
         return dict.fromkeys(bare, as_dtype(value, found.at))
     what = "a policy string, a mapping, a dtype or a jmpx.Policy"
@@ -176,7 +176,8 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
     pieces = list(part.split(","))
     without_key = [piece for piece in pieces if "=" not in piece.text]
     given = by_name((piece.cut("=") for piece in pieces if "=" in piece.text), keys, ELSEWHERE)
-    fields = {name: read_field(name, value) for name, value in given.items()}
+    in_rule = "product" in keys
+    fields = {name: read_field(name, value, in_rule) for name, value in given.items()}
     if not without_key:
         return fields
     first = without_key[0]
@@ -224,8 +225,8 @@ def missing_policy(found: Found) -> ValueError:
     return ValueError(f"Missing policy{found.at}: write for example {{'compute': 'bfloat16'}}.")
 
 
-def read_field(name: str, found: Found) -> Field:
-    """Reads the value of one key of a policy, or of the default part of a policy map.
+def read_field(name: str, found: Found, in_rule: bool = False) -> Field:
+    """Reads the value of one key of a policy, of a rule, or of the default part of a policy map.
 
     Raises:
         TypeError: if the value is of a type that the key does not take.
@@ -234,7 +235,7 @@ def read_field(name: str, found: Found) -> Field:
     if name in HOW:
         return read_how(name, found)
     if name == "matmul":
-        return _read_matmul(found)
+        return _read_matmul(found, in_rule)
     dtype = _read_dtype(found)
     if name == "reduce":
         check_reduces(dtype, found.at)
@@ -243,14 +244,18 @@ def read_field(name: str, found: Found) -> Field:
     return dtype
 
 
-def _read_matmul(found: Found) -> str:
+def _read_matmul(found: Found, in_rule: bool) -> str:
     if not isinstance(found.value, str):
         remedy = f"write one of {describe_matmuls()}"
         raise refuse_value("the name of an algorithm of matrix products", found, remedy)
     with contextlib.suppress(KeyError):
-        return parse_matmul(found.value)
+        return parse_matmul(found.value, found.at, in_rule)
     near = {name: name for name in matmul_names()} | {"tf32": "tensorfloat32"}
-    raise unknown("algorithm", found, describe_matmuls(), near)
+    accepted = describe_matmuls()
+    if in_rule:
+        near |= dict.fromkeys(("fp8", "float8", "e4m3"), "fp8") | {"mx8": "mxfp8"}
+        accepted += ", or fp8 or mxfp8, with +attention or +emulate behind it"
+    raise unknown("algorithm", found, accepted, near)
 
 
 def _read_dtype(found: Found, presets: Iterable[str] = ()) -> ScalarType:

@@ -7,6 +7,7 @@ from collections import Counter
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._jaxprs.equations import (
     IDENTITIES,
@@ -35,13 +36,27 @@ _ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # the beginning
 
 
 def multiplied(node: Node) -> list[str]:
-    """Returns the names of the dtypes that a product multiplies in."""
+    """Returns the names of the dtypes that a product multiplies in.
+
+    Operands that were rounded to 8 bits, widened and scaled are multiplied in 8 bits.
+    """
     name = getattr(node.eqn.params.get("precision"), "name", "")
     if not name.endswith(("_X3", "_X6", "_X9")):  # these multiply several parts of each number
         for start, dtype in _ALGORITHMS.items():
             if name.startswith(start):
                 return [dtype, dtype]
-    return [value.dtype.name for value in node.operands[:2]]
+    dtypes = [_stored(value) for value in node.operands[:2]]
+    is_eight_bits = all(dtype.itemsize == 1 and is_floating_dtype(dtype) for dtype in dtypes)
+    return [(to if is_eight_bits else value.dtype).name for to, value in zip(dtypes, node.operands)]
+
+
+def _stored(value: Value) -> np.dtype:
+    """Returns the dtype that a value had before moves, casts and scales; or one of 8 bits."""
+    while value.dtype.itemsize > 1 and value.node is not None:
+        if value.node.name not in MOVES_AND_CASTS | {"mul"}:
+            break
+        value = value.node.operands[0]
+    return value.dtype
 
 
 # --- Dtypes ---
@@ -50,7 +65,7 @@ def multiplied(node: Node) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def compute_dtype(policy: str) -> np.dtype:
     """Returns the dtype in which a policy computes."""
-    return np.dtype(get_policy(policy).compute_dtype)
+    return np.dtype(get_policy(policy.partition(",matmul=")[0]).compute_dtype)
 
 
 def outermost_dtype(graph: Graph) -> np.dtype | None:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.rules import PRODUCTS
+from jmpx._base.formats import E4M3, E5M2, rounded_to
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
-from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact, rounded_to
+from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact
 from jmpx._inspect.running import Advance, CompileCache, norm, relative_error, run_widened, widened
 from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Trips
 from jmpx._jaxprs import core
@@ -177,7 +178,7 @@ def _points(site: Site, wide: np.dtype) -> list[Point]:
 
 def _low(aval: core.Aval, wide: np.dtype) -> np.dtype | None:
     """Returns the dtype of an abstract value if it rounds, else None."""
-    dtypes = LOW_DTYPES if wide == np.float32 else (*LOW_DTYPES, "float32")
+    dtypes = (*LOW_DTYPES, E4M3.name, E5M2.name, *["float32"] * (wide != np.float32))
     is_reference, dtype = hasattr(aval, "inner_aval"), getattr(aval, "dtype", None)
     return dtype if not is_reference and getattr(dtype, "name", "") in dtypes else None
 
