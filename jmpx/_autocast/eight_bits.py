@@ -22,14 +22,13 @@ import numpy as np
 from jax import lax
 
 from jmpx._autocast.rules import Operation, is_precise
-from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Used, Value
+from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Value
 from jmpx._base.axes import tracked_axes, varying_axes
-from jmpx._base.contexts import INSPECTED, fact
-from jmpx._base.dtypes import eight_bits
+from jmpx._base.contexts import INSPECTED, MEASURED, RUN, fact
+from jmpx._base.dtypes import EightBits, eight_bits
 from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, rounded_to
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import is_backward, is_outer
-from jmpx._policies.maps import PolicyMap
 
 # Products of fewer multiplications take less time than the scales of their operands.
 FEWEST = 2**18
@@ -43,10 +42,15 @@ Axes = tuple[int, ...]
 # Which products run in 8 bits.
 
 
+def _asked(operation: Operation) -> tuple[str, EightBits | None]:
+    """Returns the algorithm of a product by the rules, and its meaning if it is in 8 bits."""
+    found = operation.interpreter.regions.algorithm(operation.name, operation.region)
+    return ("", None) if found is None else (found.name, eight_bits(found.name))
+
+
 def why_not(operation: Operation) -> str | None:
     """Returns why a product does not run in 8 bits, "" if it does; None if no rule says so."""
-    algorithm = operation.interpreter.regions.algorithm(operation.name, operation.region)
-    bits = None if algorithm is None else eight_bits(algorithm.name)
+    name, bits = _asked(operation)
     if bits is None or operation.region.is_full:
         return None
     equation, values = operation.equation, operation.values
@@ -68,7 +72,7 @@ def why_not(operation: Operation) -> str | None:
     numbers = equation.params["dimension_numbers"]
     is_batched = bool(numbers[1][0])
     if is_batched and not bits.attention and not any(value.is_weak for value in values):
-        return f"it is of two activations, so write matmul={algorithm.name}+attention if it is meant"
+        return f"it is of two activations, which take matmul={name}+attention"
     return _too_odd(numbers, [value.array.shape for value in values], _BLOCK if bits.blocks else 16)
 
 
@@ -93,38 +97,54 @@ def _others(count: int, *given: Axes) -> Axes:
 
 def is_chosen(operation: Operation) -> bool:
     """Whether a product runs in 8 bits."""
-    return why_not(operation) == ""
-
-
-def check_units(policy_map: PolicyMap, used: Used) -> None:
-    """Refuses products that run in 8 bits where the default device has no units for them."""
-    for rank, why in used.eight_bits:
-        bits = eight_bits(rule.matmul) if (rule := policy_map.rules[rank]) else None
-        if not why and bits is not None and not bits.emulate:
-            device = default_device()
-            if reason := lacking(bits, device.device_kind, formats_of(device)):
-                raise ValueError(f"Cannot follow rule {str(rule)!r}: {reason}.")
+    return why_not(operation) == "" and fact(INSPECTED) != MEASURED
 
 
 def product(operation: Operation) -> list[Value]:
-    """Runs a product in 8 bits, which hands out the compute dtype."""
-    regions, params = operation.interpreter.regions, operation.equation.params
-    algorithm = regions.algorithm(operation.name, operation.region)
-    bits, dtype = eight_bits(algorithm and algorithm.name), operation.region.dtype
-    assert bits is not None  # see `why_not`
+    """Runs a product in 8 bits, which hands out the compute dtype.
+
+    Raises:
+        ValueError: if the default device has no units for it, unless a tool traces.
+    """
+    (name, bits), dtype = _asked(operation), operation.region.dtype
+    if not fact(INSPECTED) and bits is not None and not bits.emulate:
+        _check_units(operation, bits)
+    params, is_run = operation.equation.params, fact(INSPECTED) == RUN
     numbers = params["dimension_numbers"]
-    # Units take one scale for an array. The others multiply the sums, which keeps the operands.
-    after = bool(numbers[1][0]) or core.in_vmap()
-    # A tool runs the operations one by one, and rounds by itself.
-    rounds = bits.emulate and not fact(INSPECTED)
-    config = _Config(numbers, dtype, bits.blocks, rounds, after, params.get("out_sharding"))
-    operands = [value.to(dtype) for value in operation.values]
-    if bits.blocks and not bits.emulate:
-        configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
-        result = jax.nn.scaled_dot_general(*operands, numbers, dtype, configs)
-    else:
-        result = _product(config, *operands)
+    config = _Config(
+        numbers,
+        dtype,
+        blocks=bits is not None and bits.blocks,
+        # A tool that runs operations one by one rounds the casts by itself.
+        rounds=bits is not None and bits.emulate and not is_run,
+        # The units take one scale for an array; several multiply the sums instead.
+        after=bool(numbers[1][0]) or core.in_vmap(),
+        sharding=params.get("out_sharding"),
+    )
+    lhs, rhs = (value.to(dtype) for value in operation.values)
+    try:
+        if config.blocks and not (config.rounds or is_run):
+            configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+            result = jax.nn.scaled_dot_general(lhs, rhs, numbers, dtype, configs)
+        else:
+            result = _product(config, lhs, rhs)
+    except TypeError as error:  # of JAX, as for each `jax.custom_vjp`
+        if "forward-mode" in str(error):
+            error.add_note(
+                "Products in 8 bits round their cotangents, which forward mode has none of: leave "
+                f"matmul={name} out, or differentiate in reverse mode."
+            )
+        raise
     return [Value(result, is_weak=False, tangent=operation.is_tangent)]
+
+
+def _check_units(operation: Operation, bits: EightBits) -> None:
+    """Refuses a product that the default device has no units for."""
+    device, regions = default_device(), operation.interpreter.regions
+    if reason := lacking(bits, device.device_kind, formats_of(device)):
+        algorithm = operation.region.algorithm
+        rule = algorithm and regions.rule_of(algorithm)
+        raise ValueError(f"Cannot follow rule {str(rule)!r}: {reason}.")
 
 
 # A product and its derivatives.
@@ -162,27 +182,20 @@ class _Rounded(NamedTuple):
     """An array in 8 bits, widened."""
 
     numbers: jax.Array  # in the carrier
-    scale: jax.Array  # float32, with the batched axes: by it the numbers were divided
-    left: jax.Array | None  # the scale, if the result is still to be multiplied by it
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: _Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _forward(config, lhs, rhs)[0]
+    scale: jax.Array  # float32, with the batched axes; the numbers have it already, or not
 
 
 def _forward(config: _Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
     """Returns the product, and what its backward pass keeps: no array in 8 bits."""
     summed, batched = config.numbers
-    a = _rounded(config, lhs, E4M3, summed[0], batched[0])
-    b = _rounded(config, rhs, E4M3, summed[1], batched[1])
+    a = _rounded(config, E4M3, summed[0], batched[0], lhs, None)
+    b = _rounded(config, E4M3, summed[1], batched[1], rhs, None)
     result = config.multiply(a.numbers, b.numbers)
-    result = _scaled(result, (a, b), tuple(range(len(batched[0]))))
+    result = _scaled(config, result, a, b, tuple(range(len(batched[0]))))
     return result.astype(config.dtype), (lhs, rhs, a.scale, b.scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pullback(config: _Config, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(config: _Config, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of both operands, which are products in 8 bits, too."""
     (lhs, rhs, *scales), (summed, batched) = kept, config.numbers
     to, batch = E4M3 if config.blocks else E5M2, tuple(range(len(batched[0])))
@@ -192,62 +205,59 @@ def _pullback(config: _Config, kept: Any, cotangent: jax.Array) -> tuple[jax.Arr
     of_rhs = _others(cotangent.ndim, batch, of_lhs)
 
     def pulled_back(i: int, operand: jax.Array, other: jax.Array, axes: Axes) -> jax.Array:
-        a = _rounded(config, cotangent, to, axes, batch)
-        b = _rounded(config, other, E4M3, free[1 - i], batched[1 - i], scales[1 - i])
+        a = _rounded(config, to, axes, batch, cotangent, None)
+        b = _rounded(config, E4M3, free[1 - i], batched[1 - i], other, scales[1 - i])
 
         def multiply(x: jax.Array) -> jax.Array:
             return config.multiply(*((x, b.numbers) if i == 0 else (b.numbers, x)))
 
         # JAX knows the axes of the transposed product, and how a mesh splits it.
         (result,) = jax.linear_transpose(multiply, operand.astype(config.carrier))(a.numbers)
-        return _scaled(result, (a, b), batched[i]).astype(operand.dtype)
+        return _scaled(config, result, a, b, batched[i]).astype(operand.dtype)
 
     return pulled_back(0, lhs, rhs, of_rhs), pulled_back(1, rhs, lhs, of_lhs)
 
 
-def _wide_pullback(config: _Config, kept: Any, cotangent: jax.Array) -> Any:
-    """Returns the cotangents of both operands by products in float32."""
-
-    def wide(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        result = config.multiply(lhs.astype(FLOAT32), rhs.astype(FLOAT32))
-        return result.astype(config.dtype)
-
-    return jax.vjp(wide, *kept[:2])[1](cotangent)
-
-
-def _second(config: _Config, given: Any, cotangents: Any) -> Any:
-    """Returns the cotangents of what `_pullback` takes, as if it had multiplied in float32."""
-    return jax.vjp(functools.partial(_wide_pullback, config), *given)[1](cotangents)
-
-
-_product.defvjp(_forward, lambda *args: _pullback(*args))
-_pullback.defvjp(lambda config, *given: (_pullback(config, *given), given), _second)
+_product: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))(
+    lambda *args: _forward(*args)[0]
+)
+_product.defvjp(_forward, _backward)
 
 
 # An array in 8 bits.
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _rounded(
-    config: _Config, x: jax.Array, to: np.dtype, summed: Axes, batch: Axes, scale: Any = None
-) -> _Rounded:
-    """Rounds an operand of a product that sums some axes; the scale may be known."""
+    config: _Config, to: np.dtype, summed: Axes, batch: Axes, x: jax.Array, scale: Any
+) -> Any:
+    """Rounds an operand of a product that sums some axes; its scale may be known."""
     if config.blocks:
         order = (*_others(x.ndim, summed), *summed)
         moved = lax.transpose(x, order)
         blocks = moved.reshape(*moved.shape[: x.ndim - len(summed)], -1, _BLOCK)
         scale = _scale(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), to)
         numbers = _cast(config, blocks, scale, to) * scale.astype(config.carrier)
-        numbers = lax.transpose(numbers.reshape(moved.shape), tuple(np.argsort(order).tolist()))
-        return _Rounded(numbers, jnp.float32(1), None)
+        numbers = lax.transpose(numbers.reshape(moved.shape), np.argsort(order).tolist())
+        return _Rounded(numbers, jnp.float32(1))
     if scale is None:
         largest = jnp.max(jnp.abs(x), axis=_others(x.ndim, batch), initial=0)
         largest = lax.transpose(largest, [sorted(batch).index(axis) for axis in batch])
         scale = _scale(largest if batch else _over_shards(largest, x), to)
     spread = _spread(scale, x.ndim, batch)
     numbers = _cast(config, x, spread, to)
-    if config.after:
-        return _Rounded(numbers, scale, scale)
-    return _Rounded(numbers * spread.astype(config.carrier), scale, None)
+    return _Rounded(numbers if config.after else numbers * spread.astype(config.carrier), scale)
+
+
+@_rounded.defjvp
+def _rounded_twice(*args: Any) -> Any:
+    """Refuses the derivative of a product in 8 bits, forward or backward, by JAX's own rules."""
+    del args
+    raise ValueError(
+        "Cannot differentiate the gradient of a product in 8 bits, whose operands and cotangents "
+        "are rounded: leave the layers of which that is taken out of the rules with matmul=fp8, or "
+        "mark them with jmpx.full_precision."
+    )
 
 
 def _over_shards(largest: jax.Array, x: jax.Array) -> jax.Array:
@@ -261,14 +271,16 @@ def _over_shards(largest: jax.Array, x: jax.Array) -> jax.Array:
 def _scale(largest: jax.Array, to: np.dtype) -> jax.Array:
     """Returns the least power of two that brings a magnitude into the range of a format.
 
-    It is 1 for zero, and NaN if the magnitude is not finite, so that the loss scale skips the step.
+    It is 1 for zero. For a magnitude that is not finite, it is that magnitude, so that the results
+    become NaN and the step is skipped.
     """
-    bits = lax.bitcast_convert_type(largest.astype(FLOAT32), np.int32)
+    largest = largest.astype(FLOAT32)
+    bits = lax.bitcast_convert_type(largest, np.int32)
     # One more if the mantissa is larger than 1.75, that of the largest number.
     exponent = ((bits + 0x1FFFFF) >> 23) - _LARGEST[to]
     power = lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, FLOAT32)
     power = jnp.where(bits > 0, power, jnp.float32(1))
-    return jnp.where(bits < 0x7F800000, power, jnp.float32(np.nan))
+    return jnp.where(bits < 0x7F800000, power, largest)
 
 
 def _cast(config: _Config, x: jax.Array, scale: jax.Array, to: np.dtype) -> jax.Array:
@@ -287,9 +299,8 @@ def _spread(scale: jax.Array, count: int, batch: Axes) -> jax.Array:
     return lax.transpose(scale, np.argsort(batch).tolist()).reshape(shape)
 
 
-def _scaled(result: jax.Array, operands: Sequence[_Rounded], batch: Axes) -> jax.Array:
-    """Returns a result, multiplied by what is left of the scales of its operands."""
-    for each in operands:  # one after the other, as the product of both may leave the range
-        if each.left is not None:
-            result = result * _spread(each.left, result.ndim, batch).astype(result.dtype)
-    return result
+def _scaled(config: _Config, result: jax.Array, a: _Rounded, b: _Rounded, batch: Axes) -> jax.Array:
+    """Returns a product, multiplied by the scales of its operands unless these have them."""
+    if config.blocks or not config.after:
+        return result
+    return result * _spread(a.scale * b.scale, result.ndim, batch).astype(result.dtype)

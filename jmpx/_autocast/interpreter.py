@@ -30,7 +30,7 @@ from jmpx._jaxprs.inner import (
     once_per_jaxpr,
     scopes_around,
 )
-from jmpx._jaxprs.marks import FULL_PRECISION, is_marking, policy_mark, split_policy
+from jmpx._jaxprs.marks import FULL_PRECISION, WHY, is_marking, policy_mark, split_policy
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.registry import any_class_has_a_policy
 
@@ -373,7 +373,7 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     is_around = equation.primitive.name == CHECKPOINT and not region.is_fixed
     if is_marking() and not is_around and not split_policy(core.scope_of(equation))[1]:
         why = eight_bits.why_not(operation) if operation.name in PRODUCTS else ""
-        scopes.append(policy_mark(f"{region.policy}; {why}" if why else region.policy))
+        scopes.append(policy_mark(f"{region.policy}{WHY}{why}" if why else region.policy))
     with core.at_source_of(equation, *scopes, depth=depth):
         return _apply_rule(operation)
 

@@ -11,12 +11,11 @@ import jax
 import jax.core
 import numpy as np
 
-from jmpx._autocast import eight_bits
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
-from jmpx._base.contexts import AUTOCAST, INSPECTED, fact, fact_set, note_cast
+from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype, region_setting
 from jmpx._base.made_once import made_once
 from jmpx._base.messages import check_runs_at_once, user_stacklevel
@@ -157,8 +156,6 @@ def evaluated(
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
     used = policy_map, interpreter.used
-    if not fact(INSPECTED):
-        eight_bits.check_units(policy_map, interpreter.used)
     messages = *unused_rules(*used, seen), *wide_products(*used, jaxpr), *messages_of(left)
     for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe
 from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.emulate import LOW_DTYPES, Rounding
@@ -408,7 +409,7 @@ def compare(
 
     def call(*args: PyTree, **kwargs: PyTree) -> Comparison:
         both = reference, candidate
-        programs = [traced_program(fn, args, kwargs, with_gradient=False) for fn in both]
+        programs = [traced_program(fn, args, kwargs, False, RUN) for fn in both]
         name, other = (with_arrays(each, "jmpx.inspect.compare").name for each in programs)
         outputs = [*map(_outputs_of, programs)]
         # Results may be -inf, as the log-probability of an impossible choice is.

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 

@@ -22,6 +22,7 @@ from jmpx._jaxprs.marks import (
     FULL_PRECISION,
     RESTORE,
     ROUNDED,
+    WHY,
     Array,
     Atom,
     Aval,
@@ -283,7 +284,7 @@ class Graph:
 
     def policy(self, node: Node) -> str:
         """Returns the policy under which a node or its module ran; empty if there was none."""
-        policy, module = split_policy(node.scope)[1], node.module
+        policy, module = split_policy(node.scope)[1].partition(WHY)[0], node.module
         return policy or ("" if module is None else self.program.policies.get(module.path, ""))
 
 

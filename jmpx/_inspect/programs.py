@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
-from jmpx._base.contexts import INSPECTED, fact_set
+from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
@@ -35,6 +35,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, PyTree]
     marks_objects: bool = True  # whether modules in the arguments mark their calls
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
+    purpose: str = SHOWN  # of the trace; see `contexts.INSPECTED`
     with_state: bool = False  # whether the state of NNX objects is an input and a result
 
 
@@ -75,6 +76,7 @@ def traced_program(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree] | None = None,
     with_gradient: bool = True,
+    purpose: str = SHOWN,
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
@@ -90,7 +92,8 @@ def traced_program(
             "and its arguments to the function that is returned; jmpx.inspect.compiled reads steps "
             "that are lowered or compiled."
         )
-    call, is_loss = _Call(fn, args, kwargs or {}), None if with_gradient else False
+    call = _Call(fn, args, kwargs or {}, purpose=purpose)
+    is_loss = None if with_gradient else False
     try:
         return _traced_program(call, is_loss)
     except (TypeError, ValueError):
@@ -113,7 +116,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
 
     arguments = (call.fn, *call.args), call.kwargs
     with (
-        fact_set(INSPECTED, True),
+        fact_set(INSPECTED, call.purpose),
         listening() as sessions,
         trial_rules(call.rules) as mapped_by,
         split(marked, *arguments) as (pure, state, args, kwargs),

@@ -42,6 +42,7 @@ def is_jaxpr(value: object) -> bool:
 
 _MARK = "jmpx.module:"
 _POLICY = "jmpx.policy:"  # begins the scope of an operation while autocast is inspected
+WHY = "; "  # in it, between the policy and why a product does not run in 8 bits
 
 
 class Module(NamedTuple):

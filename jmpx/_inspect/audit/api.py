@@ -93,6 +93,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
             findings=_tried(graph, hardware),
             has_while=any(node.in_while for node in graph.nodes),
             uncounted=summary.uncounted(graph),
+            eight_bits=summary.in_eight_bits(graph),
         )
 
     return run

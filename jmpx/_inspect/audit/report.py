@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
+from jmpx._base.formats import E4M3, E5M2
 from jmpx._base.messages import describe, share_text
 from jmpx._inspect.reports import Report, Table, as_text
 from jmpx._inspect.text import bytes_text, columns, flop_text, short_names
 from jmpx._jaxprs.equations import Place
 
+_EIGHT_BITS = (E4M3.name, E5M2.name)
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 _WIDTH, _INDENT = 100, 8  # of the text of a finding, whose first line is not indented
 _SHARES, _FINDINGS, _SCOPES = 6, 8, 16  # how many of each the text shows, unless all are asked for
@@ -67,6 +69,25 @@ class Products(NamedTuple):
     count: int
 
 
+class EightBits(NamedTuple):
+    """Forward products to which a rule with `matmul=fp8` or `matmul=mxfp8` gives 8 bits.
+
+    Attributes:
+        why: why they run in 16 bits all the same; empty for those that run in 8 bits.
+        flops: their floating-point operations.
+        count: how many they are; one in a loop counts once per trip.
+    """
+
+    why: str
+    flops: int
+    count: int
+
+    @property
+    def label(self) -> str:
+        """Its line in the text of a report."""
+        return f"in 16 bits: {self.why}" if self.why else "in 8 bits"
+
+
 class Cast(NamedTuple):
     """The casts from one dtype to another, and the bytes that they write."""
 
@@ -114,6 +135,7 @@ class Audit(Report):
         findings: leaks, and operations that need more range or precision; the worst ones first.
         has_while: whether the program has a while loop, which is counted for one trip.
         uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
+        eight_bits: the forward products to which rules give 8 bits, by why they do not run so.
 
     Example:
         >>> import jax, jmpx
@@ -139,9 +161,10 @@ class Audit(Report):
     findings: tuple[Finding, ...]
     has_while: bool
     uncounted: tuple[str, ...] = ()
+    eight_bits: tuple[EightBits, ...] = ()
 
     __module__ = "jmpx.inspect"
-    _version = 5
+    _version = 6
 
     def __repr__(self) -> str:
         parts = ["no products"]
@@ -164,10 +187,12 @@ class Audit(Report):
         gradient = "" if self.is_step else " and its gradient"
         yield f"Audit of {self.title}{gradient}{f' on {self.platform}' if self.platform else ''}"
         products = [(each.dtypes, each.flops, each.count) for each in self.products]
+        bits = [(each.label, each.flops, each.count) for each in self.eight_bits]
         saved = [(dtype, nbytes, 0) for dtype, nbytes in self.saved.items()]
         casts = [(f"{c.source} -> {c.target}", c.nbytes, c.count) for c in self.casts]
         lines = [
             *_shares("Matrix products and convolutions", products, flop_text, is_full),
+            *(_shares("Given 8 bits by rules, forward", bits, flop_text, is_full) if bits else ()),
             *_shares("Saved for the backward pass", saved, bytes_text, is_full),
             *_shares("Written by casts", casts, bytes_text, is_full),
         ]
@@ -196,7 +221,8 @@ class Audit(Report):
 
         Args:
             compute: the dtype that both operands of matrix products and convolutions should have,
-                in any spelling of policies, such as `"bf16"`. None leaves shares unchecked.
+                in any spelling of policies, such as `"bf16"`. Products in 8 bits count for each
+                dtype. None leaves shares unchecked.
             at_least: which share of the FLOPs of all products and convolutions should be in
                 `compute`, from 0 to 1. None means 0.95.
             allow: names of findings that do not fail, such as `("low-exp",)`.
@@ -243,7 +269,8 @@ def _too_few(report: Audit, compute: DTypeLike | None, at_least: float | None) -
     at_least = 0.95 if at_least is None else at_least
     name = dtype_name(as_dtype(compute, " at compute="))
     whole = sum(each.flops for each in report.products)
-    part = sum(each.flops for each in report.products if each.dtypes == f"{name} x {name}")
+    names = {name, *_EIGHT_BITS}
+    part = sum(p.flops for p in report.products if names.issuperset(p.dtypes.split(" x ")))
     if not whole and at_least:
         yield f"It has no matrix products or convolutions, so none in {name}."
     elif part < at_least * whole:

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from jmpx._base.dtypes import eight_bits
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.audit.report import Cast, Products, Scope
+from jmpx._inspect.audit.report import Cast, EightBits, Products, Scope
 from jmpx._inspect.audit.values import CAST, MOVES, multiplied
 from jmpx._inspect.graph import Graph, Node, where
 from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
+from jmpx._jaxprs.marks import WHY, split_policy
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
 _NO_WORK = MOVES | JOINS | EXCHANGES
@@ -25,6 +27,17 @@ def products(graph: Graph) -> tuple[Products, ...]:
     found = (node for node in graph.nodes if node.is_product)
     rows = ((" x ".join(sorted(multiplied(node))), node.times, node.flops) for node in found)
     return tuple(Products(dtypes, size, count) for dtypes, count, size in _totals(rows))
+
+
+def in_eight_bits(graph: Graph) -> tuple[EightBits, ...]:
+    """Returns the forward products to which rules give 8 bits, by why they do not run so."""
+    rows = list[tuple[str, int, int]]()
+    for node in graph.nodes:
+        if node.is_product and not node.is_backward:
+            policy, _, why = split_policy(node.scope)[1].partition(WHY)
+            if eight_bits(policy.partition(",matmul=")[2]):
+                rows.append((why, node.times, node.flops))
+    return tuple(EightBits(why, size, count) for why, count, size in _totals(rows))
 
 
 def casts(graph: Graph) -> tuple[Cast, ...]:

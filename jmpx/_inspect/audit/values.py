@@ -45,9 +45,10 @@ def multiplied(node: Node) -> list[str]:
         for start, dtype in _ALGORITHMS.items():
             if name.startswith(start):
                 return [dtype, dtype]
-    dtypes = [_stored(value) for value in node.operands[:2]]
+    operands = node.operands[:2]
+    dtypes = [_stored(value) for value in operands]
     is_eight_bits = all(dtype.itemsize == 1 and is_floating_dtype(dtype) for dtype in dtypes)
-    return [(to if is_eight_bits else value.dtype).name for to, value in zip(dtypes, node.operands)]
+    return [dtype.name for dtype in (dtypes if is_eight_bits else [v.dtype for v in operands])]
 
 
 def _stored(value: Value) -> np.dtype:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
+from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
@@ -280,9 +281,11 @@ def blamed_runs(
                 f"{describe(batch)}: write blame(func, policy)((params, x), (params, x2))."
             )
     applied = func if policy is None else apply_policy(func, policy)
-    program = traced_program(applied, batches[0], None, with_gradient)
+    program = traced_program(applied, batches[0], None, with_gradient, RUN)
     # The exact results need a trace of their own: constants traced in 16 bits are rounded already.
-    exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
+    exact = (
+        program if policy is None else traced_program(func, batches[0], None, with_gradient, RUN)
+    )
     runs = runs_of(program, _exact(func, exact, batches, with_gradient))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
@@ -312,7 +315,7 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
     wide = lambda constant, arrays: points.charged(constant, arrays, {}, {})  # noqa: E731
     found = list[Batch]()
     for number, batch in enumerate(batches):
-        each = traced_program(func, batch, None, with_gradient) if number else program
+        each = traced_program(func, batch, None, with_gradient, RUN) if number else program
         each = with_arrays(each, "jmpx.inspect.blame")
         if each.jaxpr.in_avals != program.jaxpr.in_avals:
             raise ValueError(

@@ -33,7 +33,7 @@ class Tried(NamedTuple):
     policy: str
     error: float
     memory: int  # bytes: the peak on the chip, or those that the trace keeps for the backward pass
-    low: float  # the share of the FLOPs of matrix products that run in 16 bits
+    low: float  # the share of the FLOPs of matrix products that run in 16 or in 8 bits
     fits: bool | None = None  # on the chip; None if it was not compiled
 
 
@@ -179,6 +179,10 @@ def choose(
     ten strings are then run and compiled as written, so no number in the report is an
     estimate. Strings that overflow, or that JAX refuses, are left out and named in the notes.
 
+    For a chip that multiplies in 8 bits, the widest layers are tried with `m=fp8`, too, where that
+    holds the bound. Such a string is chosen if it needs less memory; nothing here says how fast it
+    is.
+
     Args:
         func: a loss, or another function, as `jmpx.inspect.blame` takes it.
         policy: the policy string or map to which rules are added: by modules or by operations.
@@ -244,12 +248,15 @@ def choose(
         strings = Strings(func, batches[0], program, measured, base, given)
         with progress("sets of rules tried", None) as done:
             strings.find(bound, lambda: new_search(program, runs, base, measured, seed, done))
+            if chip in ("h100", "b200"):
+                strings.find_eight_bits(bound)
         finite = [text for text, error in strings.errors.items() if math.isfinite(error)]
         planned = plan(make_step or strings.gradient, finite, chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
+        failed += _in_eight_bits(planned.rows, strings, rows)
         notes = (*strings.notes(what), *failed, *(() if planned_for else planned.notes))
         return Choice(title, bound, len(batches), planned_for, rows, notes)
 
@@ -291,6 +298,20 @@ def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
     products = any(row.low for row in rows)
     kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
     return (*front(kept), *(row for row in rows if row.policy == strings.wide))
+
+
+def _in_eight_bits(
+    planned: Sequence[Planned], strings: Strings, rows: Sequence[Tried]
+) -> Iterator[str]:
+    """Yields sentences about strings with products in 8 bits that are no rows."""
+    shown = {row.policy for row in rows}
+    for row in planned:
+        if row.policy in strings.in_eight_bits and row.policy not in shown and not row.error:
+            memory, error = row.peak or sum(row.saved.values()), strings.errors[row.policy]
+            yield (
+                f"{row.policy}: left out, as it saves no memory: {bytes_text(memory)}, with an "
+                f"error of {error_text(error)}."
+            )
 
 
 def _low(row: Planned) -> float:

@@ -1,5 +1,6 @@
 """Searches for a small set of parts that rules put into float32, so that a bound holds."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -11,7 +12,9 @@ import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.value import matches_scope
+from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
+from jmpx._inspect.audit.summary import in_eight_bits
 from jmpx._inspect.blame.api import nodes_of, runs_of
 from jmpx._inspect.blame.runs import Runs, costs, size_of
 from jmpx._inspect.graph import Graph, Node, selector, where
@@ -27,6 +30,7 @@ _CAST = "convert_element_type"  # no rule changes an equation that only casts
 _TRIED = 8  # how many islands are tried, those with the largest shares, to take the best one
 _MARGIN = 0.02  # the least part of the squared error that an island removes
 _TINY = 1e-30  # stands for a squared error of 0
+_WIDEST = 4  # how many layers, or groups of layers that are alike, are tried in 8 bits
 _AGAIN = 2  # how many more searches, with a tighter bound, if a string is worse than its mask
 _SETS = 4  # strings with none to all of the rules; with float32 and others, at most ten
 
@@ -279,6 +283,16 @@ def new_search(
 # --- Policy strings ---
 
 
+def _widest(graph: Graph) -> list[str]:
+    """Returns selectors of layers that are alike, those with the most FLOPs first."""
+    flops = collections.Counter[str]()
+    for node in graph.nodes:
+        name = None if node.module in graph.outermost else _alike(node.scope)
+        if name and node.is_product:
+            flops[name] += node.flops
+    return [name for name, _ in flops.most_common()]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Strings:
     """Policy strings, and the errors of the strings that were run as they are written."""
@@ -291,6 +305,7 @@ class Strings:
     given: str  # its string
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)  # why JAX refuses a string
+    in_eight_bits: list[str] = dataclasses.field(default_factory=list)  # those of `find_eight_bits`
 
     @property
     def wide(self) -> str:
@@ -325,17 +340,18 @@ class Strings:
             self.failures[text] = first.rstrip(".:")
             return None
 
-    def _traced(self, text: str) -> Program:
+    def _traced(self, text: str, purpose: str = RUN) -> Program:
         applied = apply_policy(self.func, text)
         with warnings.catch_warnings():
             # The trace under the user's policy has given each warning. Others would concern only
             # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
-            return traced_program(applied, self.batch, None, self.program.is_differentiated)
+            is_differentiated = self.program.is_differentiated
+            return traced_program(applied, self.batch, None, is_differentiated, purpose)
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
-        jaxpr = self._traced(str(policy)).jaxpr
+        jaxpr = self._traced(str(policy), SHOWN).jaxpr
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
         step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
         step.__name__ = self.program.name
@@ -367,6 +383,22 @@ class Strings:
                 if ":" in default:  # a rule: there is no default part
                     default, rules = "full", [f" {text}"]
                 self.error(";".join([f"{default},save=products", *rules]))
+
+    def find_eight_bits(self, bound: float) -> None:
+        """Measures strings whose widest layers multiply in 8 bits, until one misses the bound."""
+        held = [text for text, error in self.errors.items() if error <= bound and text != self.wide]
+        if not held or self.base.way != "operations":
+            return
+        text = held[-1]
+        for select in _widest(Graph(self._traced(text)))[:_WIDEST]:
+            wider = f"{text}; {select}: m=fp8"
+            program = self._tried(wider)
+            if program is None or not any(not each.why for each in in_eight_bits(Graph(program))):
+                continue  # none of its sizes suit, or it is in float32
+            self.in_eight_bits.append(wider)
+            if self.error(wider) > bound:
+                break
+            text = wider
 
     def _searched(self, search: IslandSearch, bound: float) -> str:
         """Measures strings with some rules and with all that a bound needs; returns the last."""

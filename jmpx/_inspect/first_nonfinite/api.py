@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.contexts import RUN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
@@ -66,7 +67,8 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        program = with_arrays(traced_program(fn, args, kwargs), "jmpx.inspect.first_nonfinite")
+        program = traced_program(fn, args, kwargs, purpose=RUN)
+        program = with_arrays(program, "jmpx.inspect.first_nonfinite")
         with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
             return Replay(program).find()
 

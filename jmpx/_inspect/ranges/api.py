@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from jmpx._base.contexts import MEASURED
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree
@@ -352,7 +353,8 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
 
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
-        program = with_arrays(traced_program(fn, args, kwargs), "jmpx.inspect.ranges")
+        program = traced_program(fn, args, kwargs, purpose=MEASURED)
+        program = with_arrays(program, "jmpx.inspect.ranges")
         rows = Rows(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
         for (scope, is_gradient), counts in zip(rows.table, counted(program, rows), strict=True):
