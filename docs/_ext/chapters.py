@@ -17,7 +17,7 @@ CHAPTERS = {
     ],
     "Inspect a program": [
         *("audit", "nonfinite", "choose", "blame", "plan", "compare", "roundings", "matmul"),
-        "compiled",
+        *("compiled", "eight_bits"),
     ],
     "Scale up": ["sharding", "storage", "checkpoints"],
     "Coming from": [

@@ -220,12 +220,13 @@ def parse_matmul(name: str, place: str = "", in_rule: bool = False) -> str:
     """
     name = name.strip()
     if eight_bits(name) is not None:
+        name = eight_bits_name(name)
         if in_rule:
-            return eight_bits_name(name)
+            return name
         raise ValueError(
-            f"Cannot multiply in {name.lower()}{place} for a whole model, whose embeddings, heads "
-            "and routers need more digits: write a rule for the layers that are to multiply in 8 "
-            f"bits, as '*/mlp/*: matmul={name.lower()}'."
+            f"Cannot multiply in {name}{place} for a whole model, whose embeddings, heads and "
+            "routers need more digits: write a rule for the layers that are to multiply in 8 bits, "
+            f"as '*/mlp/*: matmul={name}'."
         )
     if "F8_" in name.upper():
         raise ValueError(

@@ -44,10 +44,8 @@ class Rule:
         optional: whether the rule may match nothing without a warning. In a string, a question
             mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
         matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
-            call. See `Policy`. Or "fp8" or "mxfp8", for matrix products of operands in 8 bits that
-            compute in 16 bits otherwise, by operations alone; "+attention" behind it includes
-            batched products of two activations, and "+emulate" runs on hardware that has no units
-            for them. See docs/eight_bits.md.
+            call. See `Policy`. Or "fp8" or "mxfp8", by which products of 16 bits multiply in 8
+            bits, by operations alone; see docs/eight_bits.md.
         product: float32 for matrix products that multiply in the 16-bit dtype of the surrounding
             call, or in `compute` if that is given, and return float32, forward and backward; all
             else in the part is float32, as are its inputs and results. None leaves products to the
@@ -55,9 +53,8 @@ class Rule:
 
     Raises:
         TypeError: if a field is neither None nor a dtype, or `matmul` is not a name.
-        ValueError: if a dtype is unknown or not floating, or the algorithm is unknown; or if
-            `product` is not float32; or if `product`, or a `matmul` in 8 bits, is for an operation
-            or stands beside what contradicts it.
+        ValueError: if a dtype is unknown or not floating, or the algorithm is unknown; if `product`
+            is not float32; if `product` or products in 8 bits contradict the selector or a field.
     """
 
     __module__ = "jmpx.types"
@@ -78,21 +75,22 @@ class Rule:
         object.__setattr__(self, "matmul", as_matmul(self.matmul, in_rule=True))
         if self.product is not None:
             check_product(self.product)
-            self._check("product=float32")
+            self._check("product=float32", is_product=True)
         if self.is_in_eight_bits:
             self._check(f"matmul={self.matmul}")
 
-    def _check(self, field: str) -> None:
+    def _check(self, field: str, is_product: bool = False) -> None:
         """Refuses fields and selectors that contradict `product`, or a `matmul` in 8 bits."""
         remedy = ""
         if self.is_operation:
-            remedy = "select the module or scope around the operation"
-        elif self.product is not None and self.matmul is not None:
-            remedy = "product is an algorithm of products itself, so leave one of them out"
+            end = ", at whose edges float32 ends" if is_product else ""
+            remedy = f"select the module or scope around the operation{end}"
         elif self.compute is not None and dtype_name(self.compute) not in SUMMED_IN_FLOAT32:
             remedy = "compute is the dtype of the operands, so write bfloat16, float16 or nothing"
-        elif self.product is not None and self.output not in (None, jnp.float32):
+        elif is_product and self.output not in (None, jnp.float32):
             remedy = "it returns float32, so leave output out"
+        elif is_product and self.matmul is not None:
+            remedy = "it is an algorithm of products itself, so leave matmul out"
         if remedy:
             raise ValueError(f"Cannot follow {field} in rule {str(self)!r}: {remedy}.")
 
@@ -153,13 +151,13 @@ class Rule:
         compute = around.compute_dtype
         output = default.output_dtype if surrounding is None else compute
         rule = self.spelled_out(compute, default.compute_dtype)
+        if rule.is_in_eight_bits:  # which no policy says
+            rule = dataclasses.replace(rule, matmul=None)
         return Policy(
             default.param_dtype if rule.params is None else rule.params,
             compute if rule.compute is None else rule.compute,
             output if rule.output is None else rule.output,
-            matmul_precision=(
-                matmul_of(around) if rule.matmul is None or rule.is_in_eight_bits else rule.matmul
-            ),
+            matmul_precision=matmul_of(around) if rule.matmul is None else rule.matmul,
         )
 
     def spelled_out(self, *around: DTypeLike | None) -> "Rule":
@@ -169,8 +167,7 @@ class Rule:
             around: the compute dtypes around the selected part, the innermost first.
 
         Raises:
-            ValueError: if the rule needs 16 bits, and neither these nor its compute dtype have
-                them.
+            ValueError: if the rule needs 16 bits, and neither these nor its compute dtype have any.
         """
         if self.product is None and not self.is_in_eight_bits:
             return self
@@ -180,8 +177,7 @@ class Rule:
             raise ValueError(
                 f"Cannot follow rule {str(self)!r} where the compute dtype is {given[0]}: its "
                 "operands have the 16 bits of what is around, so write compute=bfloat16 in the "
-                f"policy or beside {'matmul' if self.product is None else 'product'}, or leave the "
-                "rule out."
+                "policy or in the rule, or leave the rule out."
             )
         if self.product is None:
             return self
@@ -360,13 +356,12 @@ class PolicyMap:
 
     def _refuse_eight_bits(self, way: str) -> None:
         """Refuses products in 8 bits where no operation is cast."""
-        for rule in self.rules if way != "operations" else ():
-            if rule.is_in_eight_bits:
-                raise ValueError(
-                    f"Cannot follow rule {str(rule)!r} by {way}, where products are not changed: "
-                    "leave by out, and give the map to jmpx.apply_policy, or as policy= to the "
-                    "gradient function."
-                )
+        for rule in (rule for rule in self.rules if rule.is_in_eight_bits and way != "operations"):
+            raise ValueError(
+                f"Cannot follow rule {str(rule)!r} by {way}, where products are not changed: leave "
+                "by out, and give the map to jmpx.apply_policy, or as policy= to the gradient "
+                "function."
+            )
 
     def alone(self, source: str) -> Policy:
         """Returns the default of a map that has nothing else.
