@@ -29,6 +29,7 @@ from jmpx._base.dtypes import EightBits, eight_bits
 from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, rounded_to
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import is_backward, is_outer
+from jmpx._jaxprs.marks import SCALED
 
 # Products of fewer multiplications take less time than the scales of their operands.
 FEWEST = 2**18
@@ -303,4 +304,5 @@ def _scaled(config: _Config, result: jax.Array, a: _Rounded, b: _Rounded, batch:
     """Returns a product, multiplied by the scales of its operands unless these have them."""
     if config.blocks or not config.after:
         return result
-    return result * _spread(a.scale * b.scale, result.ndim, batch).astype(result.dtype)
+    with jax.named_scope(SCALED):
+        return result.astype(FLOAT32) * _spread(a.scale * b.scale, result.ndim, batch)

@@ -22,6 +22,7 @@ from jmpx._jaxprs.marks import (
     FULL_PRECISION,
     RESTORE,
     ROUNDED,
+    SCALED,
     WHY,
     Array,
     Atom,
@@ -39,7 +40,7 @@ from jmpx._policies.maps import Rule
 
 # --- Scopes: the module of an operation, and the rule that selects it ---
 
-_OWN = (FULL_PRECISION, RESTORE, ROUNDED)
+_OWN = (FULL_PRECISION, RESTORE, ROUNDED, SCALED)
 # Names that JAX itself adds to name stacks: subscripts of an einsum, and parts of a checkpoint.
 _OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
 _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")

@@ -186,6 +186,7 @@ def unmarked_stack(stack: NameStack) -> NameStack:
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
 ROUNDED = "jmpx.rounded_gradient"  # in it, gradients rounded to 16 bits are widened
+SCALED = "jmpx.scaled"  # in it, a product is multiplied by what its operands were divided by
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
 
 P = ParamSpec("P")

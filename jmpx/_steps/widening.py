@@ -22,7 +22,7 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._jaxprs.equations import FLOPS, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.inner import CHANGEABLE, once_per_jaxpr
-from jmpx._jaxprs.marks import ROUNDED
+from jmpx._jaxprs.marks import ROUNDED, SCALED
 from jmpx._jaxprs.rewriting import (
     by_platform,
     casting,
@@ -111,7 +111,8 @@ def _accepted(eqn: Equation, outs: Flags) -> Sequence[bool]:
     if name in CHANGEABLE:
         return _settled(eqn, outs)[1]
     numbers = _numbers(eqn) if all(outs) else frozenset()
-    if name in ("mul", "div") and all(atom.aval.shape for atom in eqn.invars):
+    is_scaled = core.scope_of(eqn).endswith(SCALED)
+    if name in ("mul", "div") and all(atom.aval.shape for atom in eqn.invars) and not is_scaled:
         numbers = frozenset()  # two arrays, each of which may be as large as an activation
     return [i in numbers for i in range(len(eqn.invars))]
 
