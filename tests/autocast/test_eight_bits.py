@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
 from jmpx._autocast.eight_bits import FEWEST
-from jmpx._base.contexts import INSPECTED, RUN, fact_set
+from jmpx._base.contexts import INSPECTED, RUN, SHOWN, fact_set
 
 E4M3, E5M2 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -62,9 +62,9 @@ def in_blocks(x, axis):
 
 
 def modelled(spec, x, w, g, blocks):
-    """The product of an einsum and its cotangents, whose letter `e` is of members."""
+    """The product of an einsum and its cotangents, whose letters `e` and `f` are of members."""
     of_x, of_w, of_y = spec.replace("->", ",").split(",")
-    others = lambda letters: tuple(i for i, c in enumerate(letters) if c != "e")  # noqa: E731
+    others = lambda letters: tuple(i for i, c in enumerate(letters) if c not in "ef")  # noqa: E731
 
     def product(a, b, letters_a, letters_b, result, to):
         if blocks:
@@ -82,7 +82,9 @@ def modelled(spec, x, w, g, blocks):
 
 
 SPECS = ["ij,jk->ik", "ij,kj->ik", "ji,jk->ki", "eij,ejk->eik", "ije,jek->eki"]
+SPECS += ["efij,fejk->efik", "lij,jlk->ik"]
 ALL = list(itertools.product(SPECS, ["bfloat16", "float16"], ["fp8", "mxfp8"]))
+ALL = [each for each in ALL if each[::2] != ("lij,jlk->ik", "mxfp8")]  # JAX joins the two axes
 FIRST = [
     ("ij,jk->ik", "bfloat16", "mxfp8"),
     ("ji,jk->ki", "float16", "fp8"),
@@ -95,7 +97,7 @@ FIRST = [
     [pytest.param(*each, marks=[pytest.mark.thorough] * (each not in FIRST)) for each in ALL],
 )
 def test_a_product_and_its_gradients_are_those_of_the_model(spec, dtype, word, rng):
-    sizes = {"i": 64, "j": 96, "k": 128, "e": 2}
+    sizes = {"i": 64, "j": 96, "k": 128, "e": 2, "f": 3, "l": 2}
     shapes = [[sizes[c] for c in part] for part in spec.replace("->", ",").split(",")]
     most = 8 if dtype == "bfloat16" else -2  # so that the sums do not overflow
     x, w, g = (
@@ -111,6 +113,19 @@ def test_a_product_and_its_gradients_are_those_of_the_model(spec, dtype, word, r
     for found, exact in zip((y, dx, dw), expected, strict=True):
         bound = float(jnp.finfo(dtype).eps) * np.abs(exact) + 2e-5 * np.abs(exact).max()
         assert (np.abs(np.asarray(found, np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 multiplies in blocks on a CPU")
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_blocks_are_those_of_jax(dtype, rng):
+    x, w = normal(rng, SIZE, 128), normal(rng, 128, 96)
+    loss = mlp(lambda w, x: jnp.mean(jnp.sin(jnp.matmul(x, w))))
+    found = []
+    for word in ("mxfp8", "mxfp8+emulate"):
+        with fact_set(INSPECTED, SHOWN):
+            applied = jmpx.apply_policy(loss, f"c={dtype}; mlp: m={word}")
+            found.append(jax.value_and_grad(applied, (0, 1))(w, x))
+    assert_same_bits(*found)
 
 
 def numbers_of(to):
