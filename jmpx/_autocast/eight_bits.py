@@ -28,7 +28,7 @@ from jmpx._base.contexts import INSPECTED, MEASURED, RUN, fact
 from jmpx._base.dtypes import EightBits, eight_bits
 from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, rounded_to
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import is_backward, is_outer
+from jmpx._jaxprs.inner import PRODUCTS, is_backward, is_outer
 from jmpx._jaxprs.marks import SCALED
 
 # Products of fewer multiplications take less time than the scales of their operands.
@@ -52,7 +52,7 @@ def _asked(operation: Operation) -> tuple[str, EightBits | None]:
 def why_not(operation: Operation) -> str | None:
     """Returns why a product does not run in 8 bits, "" if it does; None if no rule says so."""
     name, bits = _asked(operation)
-    if bits is None or operation.region.is_full:
+    if bits is None or operation.region.is_full or operation.name not in PRODUCTS:
         return None
     equation, values = operation.equation, operation.values
     dtypes = {value.dtype for value in values[:2]} - {*LOW, FLOAT32}
@@ -107,7 +107,7 @@ def product(operation: Operation) -> list[Value]:
     Raises:
         ValueError: if the default device has no units for it, unless a tool traces.
     """
-    (name, bits), dtype = _asked(operation), operation.region.dtype
+    (_, bits), dtype = _asked(operation), operation.region.dtype
     if not fact(INSPECTED) and bits is not None and not bits.emulate:
         _check_units(operation, bits)
     params, is_run = operation.equation.params, fact(INSPECTED) == RUN
@@ -123,19 +123,11 @@ def product(operation: Operation) -> list[Value]:
         sharding=params.get("out_sharding"),
     )
     lhs, rhs = (value.to(dtype) for value in operation.values)
-    try:
-        if config.blocks and not (config.rounds or is_run):
-            configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
-            result = jax.nn.scaled_dot_general(lhs, rhs, numbers, dtype, configs)
-        else:
-            result = _product(config, lhs, rhs)
-    except TypeError as error:  # of JAX, as for each `jax.custom_vjp`
-        if "forward-mode" in str(error):
-            error.add_note(
-                "Products in 8 bits round their cotangents, which forward mode has none of: leave "
-                f"matmul={name} out, or differentiate in reverse mode."
-            )
-        raise
+    if config.blocks and not (config.rounds or is_run):
+        configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+        result = jax.nn.scaled_dot_general(lhs, rhs, numbers, dtype, configs)
+    else:
+        result = _product(config, lhs, rhs)
     return [Value(result, is_weak=False, tangent=operation.is_tangent)]
 
 

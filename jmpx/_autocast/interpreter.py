@@ -21,15 +21,7 @@ from jmpx._base.contexts import INSPECTED, fact
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES, note_source
-from jmpx._jaxprs.inner import (
-    CHECKPOINT,
-    PRODUCTS,
-    Piece,
-    any_holds,
-    kind,
-    once_per_jaxpr,
-    scopes_around,
-)
+from jmpx._jaxprs.inner import CHECKPOINT, Piece, any_holds, kind, once_per_jaxpr, scopes_around
 from jmpx._jaxprs.marks import FULL_PRECISION, WHY, is_marking, policy_mark, split_policy
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.registry import any_class_has_a_policy
@@ -372,7 +364,7 @@ def _run(operation: Operation, depth: int) -> list[Value]:
     # The equations inside a checkpoint are marked where they are evaluated.
     is_around = equation.primitive.name == CHECKPOINT and not region.is_fixed
     if is_marking() and not is_around and not split_policy(core.scope_of(equation))[1]:
-        why = eight_bits.why_not(operation) if operation.name in PRODUCTS else ""
+        why = eight_bits.why_not(operation)
         scopes.append(policy_mark(f"{region.policy}{WHY}{why}" if why else region.policy))
     with core.at_source_of(equation, *scopes, depth=depth):
         return _apply_rule(operation)

@@ -234,3 +234,25 @@ def test_the_command_chooses_the_same(tmp_path, capsys):
     assert picture.stat().st_size > 5000
     assert run_jmpx(*run, "--policy=by=arguments,c=bf16") == 2
     assert "leave by out, or write by=modules" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_for_a_chip_that_multiplies_in_8_bits_the_widest_layers_are_tried(rng):
+    def loss_fn(params, x):
+        for i in range(2):
+            with jax.named_scope(f"mlp_{i}"):
+                x = x + jnp.tanh(x @ params[f"up_{i}"]) @ params[f"down_{i}"]
+        with jax.named_scope("head"):
+            return jnp.mean((x @ params["head"]) ** 2)
+
+    shapes = {f"up_{i}": (64, 128) for i in range(2)} | {f"down_{i}": (128, 64) for i in range(2)}
+    params = {
+        name: normal(rng, *shape) / 8 for name, shape in (shapes | {"head": (64, 10)}).items()
+    }
+    batches = [(params, normal(rng, 64, 64)) for _ in range(2)]
+    text = str(choose(loss_fn, POLICY, error=0.2, chip="h100")(*batches))
+    tried = f"{POLICY},save=products; */mlp_*: m=fp8"
+    assert f"{tried}: left out, as it saves no memory, with an error of" in text
+    error = jmpx.inspect.blame(loss_fn, tried)(*batches).error
+    assert 0.02 < error < 0.2 and f"an error of {error:.1e}" in text
+    assert "m=fp8" not in str(choose(loss_fn, POLICY, error=0.2, chip="v5e")(*batches))

@@ -82,11 +82,6 @@ class EightBits(NamedTuple):
     flops: int
     count: int
 
-    @property
-    def label(self) -> str:
-        """Its line in the text of a report."""
-        return f"in 16 bits: {self.why}" if self.why else "in 8 bits"
-
 
 class Cast(NamedTuple):
     """The casts from one dtype to another, and the bytes that they write."""
@@ -187,7 +182,10 @@ class Audit(Report):
         gradient = "" if self.is_step else " and its gradient"
         yield f"Audit of {self.title}{gradient}{f' on {self.platform}' if self.platform else ''}"
         products = [(each.dtypes, each.flops, each.count) for each in self.products]
-        bits = [(each.label, each.flops, each.count) for each in self.eight_bits]
+        words = {
+            each: f"in 16 bits: {each.why}" if each.why else "in 8 bits" for each in self.eight_bits
+        }
+        bits = [(text, each.flops, each.count) for each, text in words.items()]
         saved = [(dtype, nbytes, 0) for dtype, nbytes in self.saved.items()]
         casts = [(f"{c.source} -> {c.target}", c.nbytes, c.count) for c in self.casts]
         lines = [

@@ -256,7 +256,9 @@ def choose(
         planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
-        failed += _in_eight_bits(planned.rows, strings, rows)
+        for text in strings.in_eight_bits.difference(row.policy for row in rows):
+            error = error_text(strings.errors[text])
+            failed.append(f"{text}: left out, as it saves no memory, with an error of {error}.")
         notes = (*strings.notes(what), *failed, *(() if planned_for else planned.notes))
         return Choice(title, bound, len(batches), planned_for, rows, notes)
 
@@ -298,20 +300,6 @@ def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
     products = any(row.low for row in rows)
     kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
     return (*front(kept), *(row for row in rows if row.policy == strings.wide))
-
-
-def _in_eight_bits(
-    planned: Sequence[Planned], strings: Strings, rows: Sequence[Tried]
-) -> Iterator[str]:
-    """Yields sentences about strings with products in 8 bits that are no rows."""
-    shown = {row.policy for row in rows}
-    for row in planned:
-        if row.policy in strings.in_eight_bits and row.policy not in shown and not row.error:
-            memory, error = row.peak or sum(row.saved.values()), strings.errors[row.policy]
-            yield (
-                f"{row.policy}: left out, as it saves no memory: {bytes_text(memory)}, with an "
-                f"error of {error_text(error)}."
-            )
 
 
 def _low(row: Planned) -> float:

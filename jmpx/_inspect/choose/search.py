@@ -305,7 +305,7 @@ class Strings:
     given: str  # its string
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)  # why JAX refuses a string
-    in_eight_bits: list[str] = dataclasses.field(default_factory=list)  # those of `find_eight_bits`
+    in_eight_bits: set[str] = dataclasses.field(default_factory=set)  # what `find_eight_bits` tried
 
     @property
     def wide(self) -> str:
@@ -395,7 +395,7 @@ class Strings:
             program = self._tried(wider)
             if program is None or not any(not each.why for each in in_eight_bits(Graph(program))):
                 continue  # none of its sizes suit, or it is in float32
-            self.in_eight_bits.append(wider)
+            self.in_eight_bits.add(wider)
             if self.error(wider) > bound:
                 break
             text = wider
