@@ -3,7 +3,8 @@
 Read in this order:
 
 - `dtypes.py`: the names of floating dtypes, which of them a program can compute in, and the
-  algorithm of matrix products.
+  algorithm of matrix products. `formats.py`: rounding to formats of fewer bits, and the devices
+  that multiply them.
 - `trees.py`: which leaves of a pytree are arrays, casts of them, whether all are finite, and how
   `jax.export` serializes classes of pytrees.
 - `axes.py`: mapped axes, and which arrays vary along them.
