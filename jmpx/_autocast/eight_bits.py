@@ -25,7 +25,6 @@ from jmpx._autocast.rules import Operation, is_precise
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Value
 from jmpx._base.axes import tracked_axes, varying_axes
 from jmpx._base.contexts import INSPECTED, MEASURED, RUN, fact
-from jmpx._base.dtypes import EightBits, eight_bits
 from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, rounded_to
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import PRODUCTS, is_backward, is_outer
@@ -43,16 +42,10 @@ Axes = tuple[int, ...]
 # Which products run in 8 bits.
 
 
-def _asked(operation: Operation) -> tuple[str, EightBits | None]:
-    """Returns the algorithm of a product by the rules, and its meaning if it is in 8 bits."""
-    found = operation.interpreter.regions.algorithm(operation.name, operation.region)
-    return ("", None) if found is None else (found.name, eight_bits(found.name))
-
-
 def why_not(operation: Operation) -> str | None:
     """Returns why a product does not run in 8 bits, "" if it does; None if no rule says so."""
-    name, bits = _asked(operation)
-    if bits is None or operation.region.is_full or operation.name not in PRODUCTS:
+    asked = operation.region.eight_bits
+    if asked is None or operation.region.is_full or operation.name not in PRODUCTS:
         return None
     equation, values = operation.equation, operation.values
     dtypes = {value.dtype for value in values[:2]} - {*LOW, FLOAT32}
@@ -71,9 +64,9 @@ def why_not(operation: Operation) -> str | None:
     if core.in_vmap_around():
         return "a jax.vmap is around the policy, so move it inside"
     numbers = equation.params["dimension_numbers"]
-    is_batched = bool(numbers[1][0])
+    is_batched, (bits, _) = bool(numbers[1][0]), asked
     if is_batched and not bits.attention and not any(value.is_weak for value in values):
-        return f"it is of two activations, which take matmul={name}+attention"
+        return f"it is of two activations, which take matmul={bits.name}+attention"
     return _too_odd(numbers, [value.array.shape for value in values], _BLOCK if bits.blocks else 16)
 
 
@@ -86,7 +79,7 @@ def _too_odd(numbers: Any, shapes: Sequence[Axes], multiple: int) -> str:
     )
     sizes = math.prod(shapes[0][i] for i in summed[0]), lhs, rhs
     for size in sizes:
-        if size % multiple:
+        if not isinstance(size, int) or size % multiple:  # `jax.export` may leave sizes open
             return f"an axis of {size} is no multiple of {multiple}"
     return f"it has fewer than {FEWEST} multiplications" if math.prod(sizes) < FEWEST else ""
 
@@ -96,48 +89,38 @@ def _others(count: int, *given: Axes) -> Axes:
     return tuple(i for i in range(count) if not any(i in axes for axes in given))
 
 
-def is_chosen(operation: Operation) -> bool:
-    """Whether a product runs in 8 bits."""
-    return why_not(operation) == "" and fact(INSPECTED) != MEASURED
-
-
-def product(operation: Operation) -> list[Value]:
-    """Runs a product in 8 bits, which hands out the compute dtype.
+def product(operation: Operation) -> list[Value] | None:
+    """Runs a product in 8 bits, which hands out the compute dtype; None if it is not to run so.
 
     Raises:
         ValueError: if the default device has no units for it, unless a tool traces.
     """
-    (_, bits), dtype = _asked(operation), operation.region.dtype
-    if not fact(INSPECTED) and bits is not None and not bits.emulate:
-        _check_units(operation, bits)
-    params, is_run = operation.equation.params, fact(INSPECTED) == RUN
+    asked, dtype, purpose = operation.region.eight_bits, operation.region.dtype, fact(INSPECTED)
+    if asked is None or why_not(operation) != "" or purpose == MEASURED:
+        return None
+    (bits, rank), params, is_run = asked, operation.equation.params, purpose == RUN
+    device = default_device() if purpose is None else None
+    if device and (reason := lacking(bits, device.device_kind, formats_of(device))):
+        rule = operation.interpreter.regions.policy_map.rules[rank]
+        raise ValueError(f"Cannot follow rule {str(rule)!r}: {reason}.")
     numbers = params["dimension_numbers"]
     config = _Config(
         numbers,
         dtype,
-        blocks=bits is not None and bits.blocks,
+        bits.blocks,
         # A tool that runs operations one by one rounds the casts by itself.
-        rounds=bits is not None and bits.emulate and not is_run,
+        rounds=bits.emulate and not is_run,
         # The units take one scale for an array; several multiply the sums instead.
         after=bool(numbers[1][0]) or core.in_vmap(),
         sharding=params.get("out_sharding"),
     )
     lhs, rhs = (value.to(dtype) for value in operation.values)
-    if config.blocks and not (config.rounds or is_run):
+    if bits.blocks and not (bits.emulate or is_run):
         configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
         result = jax.nn.scaled_dot_general(lhs, rhs, numbers, dtype, configs)
     else:
         result = _product(config, lhs, rhs)
     return [Value(result, is_weak=False, tangent=operation.is_tangent)]
-
-
-def _check_units(operation: Operation, bits: EightBits) -> None:
-    """Refuses a product that the default device has no units for."""
-    device, regions = default_device(), operation.interpreter.regions
-    if reason := lacking(bits, device.device_kind, formats_of(device)):
-        algorithm = operation.region.algorithm
-        rule = algorithm and regions.rule_of(algorithm)
-        raise ValueError(f"Cannot follow rule {str(rule)!r}: {reason}.")
 
 
 # A product and its derivatives.

@@ -35,8 +35,8 @@ from jmpx._jaxprs.marks import RESTORE
 
 def low(operation: Operation) -> list[Value]:
     """Runs in the compute dtype; in float32 if the user asked for more precision."""
-    if eight_bits.is_chosen(operation):
-        return eight_bits.product(operation)
+    if (in_eight_bits := eight_bits.product(operation)) is not None:
+        return in_eight_bits
     if is_precise(operation.equation):
         return run_as_traced(operation, is_weak=False)
     dtype = low_dtype(operation.equation, operation.region.dtype)

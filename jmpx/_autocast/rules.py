@@ -9,7 +9,7 @@ from jax import lax
 
 from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.value import FLOAT32, Array, Region, Regions, Traits, Used, Value, promoted
-from jmpx._base.dtypes import eight_bits, is_algorithm
+from jmpx._base.dtypes import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_floating, operation_name
 from jmpx._jaxprs.equations import place_of
@@ -238,7 +238,7 @@ def _precision(equation: Equation, scope: str, regions: Regions) -> Params:
     name, params = operation_name(equation.primitive.name), equation.params
     region = regions.region(scope)
     algorithm = regions.algorithm(name, region)
-    if algorithm is None or eight_bits(algorithm.name):
+    if algorithm is None:
         return {}
     rule = regions.rule_of(algorithm)
     if name == CONVOLUTION and rule is not None and rule.product is not None:

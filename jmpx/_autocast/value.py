@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._base.dtypes import check_computes, eight_bits, matmul_of
+from jmpx._base.dtypes import EightBits, check_computes, eight_bits, matmul_of
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.marks import (
@@ -281,6 +281,8 @@ class Region(NamedTuple):
     is_weak: bool  # whether results that are computed in float32 here are weak outside
     is_fixed: bool = False  # by `jmpx.full_precision`: no policy rule changes the dtype
     algorithm: Algorithm | None = None  # of float32 products; None leaves them to JAX
+    # How products in 16 bits multiply in 8 bits, and the rank of the rule; None leaves them so.
+    eight_bits: tuple[EightBits, int] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -291,19 +293,23 @@ class Region(NamedTuple):
     def policy(self) -> str:
         """The region as a policy string."""
         found = self.algorithm
-        if found is None or (self.is_full and eight_bits(found.name)):
-            return f"compute={self.dtype.name}"
-        return f"compute={self.dtype.name},matmul={found.name}"
+        if self.eight_bits is not None and not self.is_full:
+            found, _ = self.eight_bits
+        algorithm = "" if found is None else f",matmul={found.name}"
+        return f"compute={self.dtype.name}{algorithm}"
 
-    def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
-        """Returns the region that a policy rule makes of this one."""
-        algorithm = around if rule.matmul is None else Algorithm(rule.matmul, rank)
+    def changed(self, rule: PolicyRule, rank: int, around: "Region") -> "Region":
+        """Returns the region that a policy rule makes of this one, in a region around it."""
+        algorithm, bits = around.algorithm, eight_bits(rule.matmul)
+        in_eight_bits = around.eight_bits if bits is None else (bits, rank)
+        if rule.matmul is not None and bits is None:
+            algorithm, in_eight_bits = Algorithm(rule.matmul, rank), None
         says_only_that = rule.matmul is not None and rule.compute is None and rule.output is None
         if self.is_fixed or says_only_that:
-            return self._replace(algorithm=algorithm)
+            return Region(*self[:-2], algorithm, in_eight_bits)
         dtype = self.dtype if rule.compute is None else np.dtype(rule.compute)
         is_weak = rule.output is None or np.dtype(rule.output).itemsize < 4
-        return Region(dtype, rank, is_weak=is_weak, algorithm=algorithm)
+        return Region(dtype, rank, is_weak, False, algorithm, in_eight_bits)
 
 
 class Regions:
@@ -345,7 +351,7 @@ class Regions:
         if _is_one_module(outer, scope):  # a rule may match the mark or the name: the last one wins
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
-        around, dtypes = region.algorithm, (region.dtype, self.policy_map.default.compute_dtype)
+        around, dtypes = region, (region.dtype, self.policy_map.default.compute_dtype)
         for policy in filter(None, map(class_policy_of, level)):
             region = region.changed(self._rule_of_class(policy), -1, around)
         for rank, rule in enumerate(self.policy_map.rules):

@@ -116,9 +116,9 @@ def note_products(operation: Operation) -> None:
         return
     used = operation.interpreter.regions.used
     if operation.name in PRODUCTS:
-        why, algorithm = eight_bits.why_not(operation), operation.region.algorithm
-        if why is not None and algorithm is not None:
-            used.eight_bits.add((algorithm.rank, why))
+        asked, why = operation.region.eight_bits, eight_bits.why_not(operation)
+        if asked is not None and why is not None:
+            used.eight_bits.add((asked[1], why))
         used.kept.update(_why_kept(operation))
     elif operation.name == "custom_vjp_call" or lookup(equation) is None:
         regions = operation.interpreter.fresh().regions  # a rule that matches inside has no effect

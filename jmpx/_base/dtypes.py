@@ -219,14 +219,14 @@ def parse_matmul(name: str, place: str = "", in_rule: bool = False) -> str:
         ValueError: for products in 8 bits, unless a rule says so in the words of jmpx.
     """
     name = name.strip()
-    if eight_bits(name) is not None:
-        name = eight_bits_name(name)
-        if in_rule:
-            return name
+    bits = eight_bits(name)
+    if bits is not None and in_rule:
+        return bits.name
+    if bits is not None:
         raise ValueError(
-            f"Cannot multiply in {name}{place} for a whole model, whose embeddings, heads and "
+            f"Cannot multiply in {bits.name}{place} for a whole model, whose embeddings, heads and "
             "routers need more digits: write a rule for the layers that are to multiply in 8 bits, "
-            f"as '*/mlp/*: matmul={name}'."
+            f"as '*/mlp/*: matmul={bits.name}'."
         )
     if "F8_" in name.upper():
         raise ValueError(
@@ -267,6 +267,7 @@ def is_algorithm(matmul: str | None) -> bool:
 class EightBits(NamedTuple):
     """Products of operands that are rounded to 8 bits, as the `matmul` of a rule says."""
 
+    name: str  # in one spelling, such as `fp8+attention+emulate`
     blocks: bool  # `mxfp8`: a scale for each 32 numbers; else `fp8`: one for each array
     attention: bool  # `+attention`: batched products of two activations, too
     emulate: bool  # `+emulate`: the same numbers on hardware without units for them
@@ -274,17 +275,12 @@ class EightBits(NamedTuple):
 
 @functools.cache
 def eight_bits(matmul: str | None) -> EightBits | None:
-    """Returns the meaning of a name such as `fp8` or `mxfp8+emulate`; None for other names."""
+    """Returns the meaning of a name such as `fp8` or `MXFP8 + emulate`; None for other names."""
     word, *more = "".join((matmul or "").lower().split()).split("+")
     if word not in ("fp8", "mxfp8") or not {*more} <= {"attention", "emulate"}:
         return None
-    return EightBits(word == "mxfp8", "attention" in more, "emulate" in more)
-
-
-def eight_bits_name(matmul: str) -> str:
-    """Returns a name of `eight_bits` in one spelling, such as `fp8+attention+emulate`."""
-    word, *more = "".join(matmul.lower().split()).split("+")
-    return "+".join([word, *sorted({*more})])
+    name = "+".join([word, *sorted({*more})])
+    return EightBits(name, word == "mxfp8", "attention" in more, "emulate" in more)
 
 
 def matmul_of(policy: object) -> str | None:

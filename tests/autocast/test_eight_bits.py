@@ -368,7 +368,7 @@ REFUSED = {
     "no multiple of 16": lambda w, x: matmul(x, w[:, :40]),
     "of 3 is no multiple of 16": lambda w, x: matmul(x[:3], w),
     f"fewer than {FEWEST}": lambda w, x: matmul(x[:48], w[:, :64]),
-    "its precision=": lambda w, x: matmul(x, w, precision="highest"),
+    "its precision=": lambda w, x: matmul(x, w, precision="highest") + x @ w,
     "it sums nothing": lambda w, x: matmul(x[:, :1], w[:1]),
     "it is a conv_general_dilated": lambda w, x: mlp(jax.lax.conv)(
         x.reshape(1, 1, 64, 64), w[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME"
