@@ -102,8 +102,10 @@ class Transformer:
 
     def _block(self, layer: Params, x: jax.Array) -> jax.Array:
         x = x + self._attention(layer, self.normalized(layer["norm1"], x))
-        hidden = jax.nn.gelu(affine(layer["mlp1"], self.normalized(layer["norm2"], x)))
-        return x + affine(layer["mlp2"], hidden)
+        hidden = self.normalized(layer["norm2"], x)
+        with jax.named_scope("mlp"):  # rules select it: `*/mlp`
+            hidden = affine(layer["mlp2"], jax.nn.gelu(affine(layer["mlp1"], hidden)))
+        return x + hidden
 
     def _attention(self, layer: Params, x: jax.Array) -> jax.Array:
         qkv = affine(layer["qkv"], x).reshape(*x.shape[:2], 3, self.heads, -1)

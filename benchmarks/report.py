@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import compiled_step
+import eight_bits
 import gpu_compile
 import language_model
 import llama
@@ -164,6 +165,11 @@ def pages() -> dict[Path, str]:
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
+    accuracy = eight_bits.table(records.read(eight_bits.RESULTS))
+    for path in (ROOT / "docs").glob("*.md"):  # whichever page has the marks
+        text = texts.get(path) or path.read_text()
+        if eight_bits.MARKS[0] in text:
+            texts[path] = between(eight_bits.MARKS, accuracy, text)
     others = gpu_compile.architectures(records.read(records.RESULTS / "over_by_hand.jsonl"))
     return {PAGE: replaced(page, learned, at_scale, gpu_compile.costs(gpu), others), **texts}
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import compiled_step
+import eight_bits
 import fsdp
 import gpu_clock
 import jax
@@ -116,6 +117,43 @@ def test_results_as_a_table():
     assert row == "| float32 | bfloat16 | oom |  |  |  |"
 
 
+# eight_bits.py
+
+
+@pytest.mark.thorough
+def test_eight_bits_change_what_is_learned(capsys):
+    eight_bits.main(["--small", "--only", "MLP", "0"])
+    loss = {record["policy"]: record["loss"] for record in printed(capsys)}
+    assert [*loss] == [*eight_bits.POLICIES]
+    _, low, fp8, mxfp8 = (abs(each / loss["float32"] - 1) for each in loss.values())
+    assert low < min(fp8, mxfp8) and max(fp8, mxfp8) < 0.002
+
+
+@pytest.mark.slow  # trainings
+@pytest.mark.parametrize("model", ["ViT", "language model"])
+def test_a_rule_puts_the_mlps_of_a_model_in_eight_bits(model):
+    policy = eight_bits.POLICIES[2]  # without effect, it would be an error
+    assert eight_bits.measure(model, policy=policy, seed=0, small=True)["loss"] < 5
+
+
+def test_a_rule_for_eight_bits_without_effect_is_an_error(monkeypatch):
+    monkeypatch.setattr(eight_bits, "BATCH", 24)
+    with pytest.raises(UserWarning, match="no effect, because an axis of 24 is no multiple of 16"):
+        eight_bits.measure("MLP", policy=eight_bits.POLICIES[2], seed=0, small=True)
+
+
+def test_losses_in_eight_bits_are_compared_by_seed():
+    found = [
+        {"model": "a", "policy": policy, "seed": seed, "loss": loss + 3 * seed}
+        for policy, losses in (("c=bf16", (1, 1)), ("8", (1.25, 1.75)))
+        for seed, loss in enumerate(losses)
+    ]
+    found = [found[1], *found[2:], found[0]]  # in whichever order
+    *_, base, eight = eight_bits.table(found).splitlines()
+    assert base == "| a | `c=bf16` | 2.5000 (sd 2.1213) |  |  |  |"
+    assert eight == "| a | `8` | 3.0000 (sd 2.4749) | +0.50000 ± 0.25000 |  |  |"
+
+
 # The runner.
 
 
@@ -177,3 +215,7 @@ def test_each_line_is_that_of_a_point():
             lines = [line for line in found if line["benchmark"] == name]
             for point in points:
                 assert sum(records.is_of(line, name, point) for line in lines) == 1, point
+    ((points, _),) = eight_bits.BENCHMARKS.values()
+    in_eight_bits = records.read(eight_bits.RESULTS)
+    assert len(in_eight_bits) == len(points)
+    assert all(any(records.is_of(line, "eight_bits", p) for line in in_eight_bits) for p in points)
