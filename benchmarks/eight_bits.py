@@ -40,7 +40,6 @@ from records import PyTree, Record
 import jmpx
 
 RESULTS = records.RESULTS / "eight_bits.jsonl"
-MARKS = "<!-- eight_bits_accuracy, by eight_bits.py -->", "<!-- end of eight_bits_accuracy -->"
 EXAMPLES = records.RESULTS.parents[1] / "examples" / "equinox"
 SEEDS, EPOCHS, BATCH, RATE = 5, 15, 64, 1e-3
 MULTIPLE = 32  # of the axes of products in mxfp8

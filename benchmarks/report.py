@@ -160,16 +160,12 @@ def pages() -> dict[Path, str]:
     tables = {
         "README.md": (programs(found, VISITED), peaks, on_gpu),
         "docs/cost.md": (programs(found), *more, tpu_compile.costs(tpu), at_scale),
+        "docs/eight_bits.md": (eight_bits.table(records.read(eight_bits.RESULTS)),),
         "docs/reliability.md": (planted,),
         "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    accuracy = eight_bits.table(records.read(eight_bits.RESULTS))
-    for path in (ROOT / "docs").glob("*.md"):  # whichever page has the marks
-        text = texts.get(path) or path.read_text()
-        if eight_bits.MARKS[0] in text:
-            texts[path] = between(eight_bits.MARKS, accuracy, text)
     others = gpu_compile.architectures(records.read(records.RESULTS / "over_by_hand.jsonl"))
     return {PAGE: replaced(page, learned, at_scale, gpu_compile.costs(gpu), others), **texts}
 
