@@ -1,4 +1,4 @@
-"""The compiler of NVIDIA's H100 and A100, which needs neither a GPU nor its driver.
+"""The compiler of NVIDIA's H100, A100 and B200, which needs neither a GPU nor its driver.
 
 python benchmarks/gpu.py          # names the packages that go with this JAX
 """
@@ -15,7 +15,7 @@ from jmpx._inspect.plan.chips import CHIPS, GPU_VERSIONS, missing
 PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86 flatbuffers"
 ESTIMATED = {"xla_gpu_collect_cost_model_stats": True}  # XLA has no measured products of an A100
 UNTUNED = dict(CHIPS["h100"].options)
-OPTIONS = {"H100": UNTUNED | ESTIMATED, "A100": UNTUNED}
+OPTIONS = {"H100": UNTUNED | ESTIMATED, "A100": UNTUNED, "B200": UNTUNED}
 
 
 @functools.cache

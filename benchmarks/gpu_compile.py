@@ -1,4 +1,4 @@
-"""Compiles train steps for NVIDIA's H100 and A100, without a GPU, and records what they need.
+"""Compiles train steps for NVIDIA's H100, A100 and B200, without a GPU, and records what they need.
 
     pip install --no-deps --target=DIR $(python benchmarks/gpu.py)     # once, 573 MB
     PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py  # the points that are missing
@@ -10,20 +10,29 @@ ten seconds of a core. The optimizer is Adam; the state is donated. A line has t
 
 - kernels: what runs by itself, the body of a loop once for each of its turns;
 - estimate_ms: XLA's estimate for an H100, for ratios at most (`compiled_step.py` says of what), and
-  not_estimated: what is not in it.
+  not_estimated: what is not in it. Its figures of products in 8 bits exceed the hardware, so
+  steps with such products have none;
+- calls: the products by the functions that compute them.
+
+`eight_bits` has steps whose MLPs multiply in 8 bits by a rule, on chips with units for them.
 
 Autotuning and Triton's products are off, so fusions differ from those of a real run.
 """
 
+import collections
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import gpu
+import jax
 import records
 from compiled_step import Program, planned
 from model_steps import LOW, Point, trace
 from records import Record, grouped, table
 from tpu_compile import CARRIES, MARKED, WAYS
+
+from jmpx._inspect.hlo.found import kind_of
 
 RESULTS = records.RESULTS / "gpu_compile.jsonl"
 ALL_DOTS = "by hand, marked blocks, all dots"
@@ -44,12 +53,20 @@ GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...]]] = [
     ("H100", "long_byte_model", 4, 16, False, LOW, (*WRITTEN_OUT, PEERS[-1])),
     ("A100", "vit", 4, 64, False, LOW, MAIN),
 ]
+# The same with the MLPs in 8 bits; on a B200, also in 16 bits, to which they are compared.
+FP8 = ("autocast, fp8", "autocast, save, fp8")
+MXFP8 = ("autocast", "autocast, save", *FP8, "autocast, mxfp8")
+EIGHT_BITS: list[tuple[str, str, int, int, bool, str, tuple[str, ...]]] = [
+    (chip, model, 4, batch, False, LOW, ways)
+    for chip, ways in {"H100": FP8, "B200": MXFP8}.items()
+    for model, batch in {"vit": 64, "long_byte_model": 16}.items()
+]
 KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")
 
 
-def points() -> list[Record]:
+def points(groups: Sequence[tuple[Any, ...]] = GROUPS) -> list[Record]:
     """Returns the fields of the points of train steps."""
-    found = ((*group, way) for *group, ways in GROUPS for way in ways)
+    found = ((*group, way) for *group, ways in groups for way in ways)
     return [dict(zip((*KEY, "way"), values, strict=True)) for values in found]
 
 
@@ -58,12 +75,25 @@ def compiled(make: Any, chip: str) -> Record:
     program, found = planned(make, "cuda", **gpu.OPTIONS[chip])
     hlo = Program(program.as_text())
     milliseconds, untimed = hlo.estimate()
-    guess = {"estimate_ms": milliseconds, "not_estimated": untimed} if chip == "H100" else {}
-    return found | guess | {"kernels": sum(times for _, times in hlo.kernels())}
+    is_estimated = chip == "H100" and not in_eight_bits(found)
+    guess = {"estimate_ms": milliseconds, "not_estimated": untimed} if is_estimated else {}
+    calls = collections.Counter[str]()
+    for one, times in hlo.kernels():
+        calls[one.target] += times if kind_of(one) else 0
+    counts = {"kernels": sum(times for _, times in hlo.kernels()), "calls": dict(+calls)}
+    return found | guess | counts
+
+
+def in_eight_bits(line: Record) -> int:
+    """Returns how many products multiply in 8 bits."""
+    return sum(count for name, count in line["products"].items() if name.startswith("f8"))
 
 
 def measure(chip: str, small: bool = False, **fields: Any) -> Record:
-    return compiled(lambda: trace(Point(**fields), gpu.devices(chip), small), chip)
+    # A rule for products in 8 bits asks whether the default device has units for them.
+    device = gpu.devices(chip)[0] if "fp8" in fields["way"] else None
+    with jax.default_device(device):
+        return compiled(lambda: trace(Point(**fields), gpu.devices(chip), small), chip)
 
 
 # --- Tables, which `report.py` writes into the pages ---
@@ -125,6 +155,31 @@ def architectures(found: list[Record]) -> str:
     return table(("H100, the network", "policy", *NUMBERS[:4]), rows)
 
 
+EIGHT_NAMES = NAMES | {
+    "autocast, fp8": "`c=bf16; */mlp: m=fp8`",
+    "autocast, save, fp8": "`c=bf16,save=products; */mlp: m=fp8`",
+    "autocast, mxfp8": "`c=bf16; */mlp: m=mxfp8`",
+}
+COUNTS = ("products in 8 bits", "in blocks of 8 bits", "in 16 bits", "kernels", "added")
+COUNTS += ("peak, MiB", "over 16 bits")
+
+
+def eight_bits(found: list[Record]) -> str:
+    """Returns what products in 8 bits need, over the same step in 16 bits."""
+    groups, rows = grouped(found, KEY), []
+    for *group, ways in EIGHT_BITS:
+        lines = groups[tuple(group)]
+        for way in ("autocast", "autocast, save", *(way for way in ways if "fp8" in way)):
+            line, base = lines[way], lines[way.removesuffix(", mxfp8").removesuffix(", fp8")]
+            eight, kernels = in_eight_bits(line), line["kernels"]
+            blocks = line.get("calls", {}).get("__cudnn$blockScaledDot", 0)
+            of = eight - blocks, blocks, sum(line["products"].values()) - eight, kernels
+            peak = f"{line['peak_mib']:,.0f}", f"{line['peak_mib'] / base['peak_mib']:.3f}"
+            counts = (*map(str, (*of, kernels - base["kernels"])), *peak)
+            rows.append((f"{group[0]}, {MODELS[group[1]]}", EIGHT_NAMES[way], *counts))
+    return table(("GPU compiler, 4 layers", "the step", *COUNTS), rows)
+
+
 def title(chip: str, model: str, layers: int, batch: int, scanned: bool, dtype: str) -> str:
     depth = f"{layers} layers{', scanned' * scanned}"
     return f"{chip}, {MODELS[model]}, {depth}, batch {batch}, {dtype}"
@@ -137,7 +192,8 @@ def cells(line: Record, by_hand: Record) -> tuple[str, ...]:
     return f"{peak:,.0f}", ratio, *times, f"{line['kernels']:,}", f"{line['compile_s']:.0f}"
 
 
-main = functools.partial(records.main, __doc__, {"gpu_compile": (points(), measure)}, out=RESULTS)
+BENCHMARKS = {"gpu_compile": (points(), measure), "eight_bits": (points(EIGHT_BITS), measure)}
+main = functools.partial(records.main, __doc__, BENCHMARKS, out=RESULTS)
 
 if __name__ == "__main__":
     main()

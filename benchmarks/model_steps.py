@@ -73,6 +73,7 @@ def under(more: str) -> Callable[..., Step]:
 
 
 autocast = steps.autocast_style
+FP8, MXFP8 = ({"rules": f"; */mlp: m={word}"} for word in ("fp8", "mxfp8"))
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
 MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
 ALL_DOTS = MARKED | {"saveable": jax.checkpoint_policies.dots_saveable}
@@ -101,6 +102,9 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "autocast, save": (partial(autocast, save="products"), {}),
     "autocast, save mixed": (partial(autocast, save="products+mixed"), {}),
     "autocast, save attention": (partial(autocast, save="products+attention"), {}),
+    "autocast, fp8": (partial(autocast, **FP8), {}),
+    "autocast, mxfp8": (partial(autocast, **MXFP8), {}),
+    "autocast, save, fp8": (partial(autocast, save="products", **FP8), {}),
     "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), {}),
     "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), MARKED),
     "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), {}),

@@ -160,7 +160,10 @@ def pages() -> dict[Path, str]:
     tables = {
         "README.md": (programs(found, VISITED), peaks, on_gpu),
         "docs/cost.md": (programs(found), *more, tpu_compile.costs(tpu), at_scale),
-        "docs/eight_bits.md": (eight_bits.table(records.read(eight_bits.RESULTS)),),
+        "docs/eight_bits.md": (
+            eight_bits.table(records.read(eight_bits.RESULTS)),
+            gpu_compile.eight_bits(gpu),
+        ),
         "docs/reliability.md": (planted,),
         "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),

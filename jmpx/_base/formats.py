@@ -1,6 +1,7 @@
 """Formats of fewer than 32 bits: rounding to them, and the devices that multiply them."""
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._base.dtypes import EightBits
+from jmpx._base.dtypes import EightBits, eight_bits
 
 # To 8 bits, products round their operands and their cotangents.
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
@@ -86,3 +87,15 @@ def lacking(bits: EightBits, name: str, known: tuple[str, ...]) -> str:
         f"{name} has no units for matmul={word}: {_UNITS[word]}; write matmul={word}+emulate to "
         "compute the same numbers here, slower than in 16 bits"
     )
+
+
+def lacking_for(rules: Iterable[Any], name: str, known: tuple[str, ...]) -> list[str]:
+    """Returns a sentence for each rule whose products in 8 bits a device has no units for."""
+    found = ((rule, eight_bits(rule.matmul)) for rule in rules)
+    reasons = ((rule, bits and lacking(bits, name, known)) for rule, bits in found)
+    return [f"Cannot follow rule {str(rule)!r}: {reason}." for rule, reason in reasons if reason]
+
+
+def listed(known: Sequence[str]) -> str:
+    """Returns formats in words, such as `float16, bfloat16 and fp8`."""
+    return " and ".join(filter(None, [", ".join(known[:-1]), *known[-1:]]))

@@ -6,16 +6,16 @@ It imports no framework.
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from jmpx._base.dtypes import check_computes, dtype_name, half_dtype
+from jmpx._base.formats import Device, formats_of, lacking_for, listed
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit.hardware import MULTIPLIES_IN
 from jmpx._inspect.text import columns
@@ -28,7 +28,6 @@ _SETTINGS = """
     jax_debug_nans jax_debug_infs
 """.split()
 _POLICY, _LOSS_SCALE = _VARIABLES = ["JMPX_POLICY", "JMPX_LOSS_SCALE"]
-Device: TypeAlias = Any  # type checkers do not take JAX's own name for it
 _Rows: TypeAlias = Iterator[tuple[str, str]]
 
 
@@ -82,32 +81,21 @@ def _about(device: Device) -> _Rows:
     kinds = [each.device_kind for each in jax.devices()]
     yield "devices", ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     yield "half", dtype_name(half_dtype())
-    formats, products = _multiplied(device)
-    yield "multiplies", " and ".join(formats) or "unknown for this device"
+    yield "multiplies", listed(formats_of(device)) or "unknown for this device"
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
-    yield "float32 products", setting or products or "unknown for this device"
+    yield "float32 products", setting or _of_float32(device) or "unknown for this device"
 
 
-def _multiplied(device: Device) -> tuple[tuple[str, ...], str]:
-    """Returns the 16-bit formats that a device multiplies, and in what it multiplies float32.
-
-    Both are empty if not known. Tensor cores multiply float16 from compute capability 7.0 on, and
-    bfloat16 and TF32 from 8.0 on.
-    """
-    if device.platform == "tpu":
-        return ("bfloat16",), MULTIPLIES_IN["tpu"]
-    if device.platform == "cpu":
-        return (), "float32"
-    capability = str(getattr(device, "compute_capability", ""))  # of AMD's GPUs it is a word
-    if not re.fullmatch(r"\d+\.\d+", capability):
-        return (), ""
-    if float(capability) >= 8:
-        return ("float16", "bfloat16"), MULTIPLIES_IN["gpu"]
-    return ("float16",) if float(capability) >= 7 else (), "float32"
+def _of_float32(device: Device) -> str:
+    """Returns in what a device multiplies float32; empty if it is not known."""
+    if "bfloat16" in formats_of(device):  # of GPUs, those that have TF32
+        return MULTIPLIES_IN[device.platform]
+    is_nvidia = "." in str(getattr(device, "compute_capability", ""))  # of AMD's it is a word
+    return "float32" if is_nvidia or device.platform == "cpu" else ""
 
 
 def _misfits(variables: dict[str, str], device: Device) -> Iterator[str]:
-    """Yields errors in the variables, and dtypes that the device does not multiply."""
+    """Yields errors in the variables, and what they ask for that the device does not multiply."""
     for name in variables.keys() - {*_VARIABLES}:
         near = did_you_mean(name, _VARIABLES)
         yield f"The variable {name} does nothing: jmpx reads {' and '.join(_VARIABLES)}{near}"
@@ -123,10 +111,11 @@ def _misfits(variables: dict[str, str], device: Device) -> Iterator[str]:
     except ValueError as error:
         yield f"The variables JMPX_* are wrong: {' '.join(str(error).split())}"
         return
-    native, _ = _multiplied(device)
+    native = formats_of(device)
+    yield from lacking_for(policy_map.rules, device.device_kind, native)
     for dtype in dtypes:
         if native and dtype.itemsize == 2 and dtype.name not in native:
             yield (
                 f"{_POLICY} computes in {dtype.name}, and this device multiplies "
-                f"{' and '.join(native)}: write compute={native[0]}."
+                f"{listed(native)}: write compute={native[0]}."
             )

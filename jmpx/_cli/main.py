@@ -94,7 +94,7 @@ _COMMANDS = {
                 "default": "c=bf16",
                 "help": "the policy to which rules are added, %(default)s if it is left out",
             },
-            "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100 or a100"},
+            "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100, a100 or b200"},
             "--plot": {"metavar": "PATH", "help": "draw the errors against the memory"},
             "--json": _JSON,
         },

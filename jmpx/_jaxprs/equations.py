@@ -76,6 +76,11 @@ def _dot(eqn: Equation) -> int:
     return 2 * math.prod(result) * math.prod(lhs[axis] for axis in contracted)
 
 
+def _scaled_dot(eqn: Equation) -> int:
+    """JAX moves the axes to (batch, rows, summed) first."""
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+
+
 def _ragged_dot(eqn: Equation) -> int:
     """Each row of the left operand meets the columns of one group alone."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -124,6 +129,9 @@ def taps(
 FLOPS: dict[str, Callable[[Equation], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
+    "scaled_dot": _dot,
+    "scaled_matmul": _scaled_dot,
+    "scaled_matmul_wrapper": _scaled_dot,
     "conv_general_dilated": _convolution,
 }  # primitive -> the FLOPs of its equation
 

@@ -160,11 +160,13 @@ BOTH = "float16 and bfloat16"
 DEVICES = {
     # (platform, kind, capability) -> half, 16 bits, products of float32
     ("gpu", "NVIDIA A100", "8.0"): ("float16", BOTH, "TF32"),
-    ("gpu", "NVIDIA B200", "10.0"): ("float16", BOTH, "TF32"),
+    ("gpu", "NVIDIA H100", "9.0"): ("float16", "float16, bfloat16 and fp8", "TF32"),
+    ("gpu", "NVIDIA B200", "10.0"): ("float16", "float16, bfloat16, fp8 and mxfp8", "TF32"),
     ("gpu", "Tesla V100", "7.0"): ("float16", "float16", "float32"),
     ("gpu", "Tesla P100", "6.0"): ("float16", UNKNOWN, "float32"),
     ("gpu", "AMD Instinct MI300X", "gfx942"): ("float16", UNKNOWN, UNKNOWN),
     ("tpu", "TPU v4", None): ("bfloat16", "bfloat16", "bfloat16"),
+    ("tpu", "TPU7x", None): ("bfloat16", "bfloat16 and fp8", "bfloat16"),
     ("other", "A chip", None): ("float16", UNKNOWN, UNKNOWN),
 }
 
@@ -209,6 +211,9 @@ VARIABLES = {
     ("JMPX_POLICY", "bf16; A: c=float8_e5m2"): "are wrong: Cannot compute in float8_e5m2",
     ("JMPX_POLICY", "bf16; A: f16"): "JMPX_POLICY computes in float16, and this device multiplies "
     "bfloat16: write compute=bfloat16.",
+    ("JMPX_POLICY", "bf16; */mlp: m=fp8"): "Cannot follow rule '*/mlp: matmul=fp8': TPU v4 has no "
+    "units for matmul=fp8: GPUs of NVIDIA since compute capability 8.9",
+    ("JMPX_POLICY", "bf16; */mlp: m=fp8+emulate"): None,
     ("JMPX_LOSS_SCALE", "auto"): None,
     ("JMPX_LOSS_SCALE", "dynamik"): "The variables JMPX_* are wrong: Unknown kind 'dynamik'",
     ("JMPX_POLCY", "full"): "JMPX_POLCY does nothing: jmpx reads JMPX_POLICY and JMPX_LOSS_SCALE; "

@@ -104,6 +104,41 @@ def test_without_a_compiler_a_sentence_names_the_extra_and_the_trace_is_counted(
     assert "use JAX 0.1.2" in plan(make_step, chip="h100").notes[0]
 
 
+def in_eight_bits(policy):
+    def loss_fn(w, x):
+        with jax.named_scope("mlp"):
+            return jnp.mean((x @ w).astype(jnp.float32) ** 2)
+
+    shape = SHAPE((256, 256), "float32")
+    return jax.grad(jmpx.apply_policy(loss_fn, policy)), (shape, shape)
+
+
+LACKING = {("v5e", "fp8"): "bfloat16", ("a100", "fp8"): "float16 and bfloat16"}
+LACKING |= {("h100", "mxfp8"): "float16, bfloat16 and fp8"}
+
+
+@pytest.mark.parametrize("matmul", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_products_in_eight_bits_need_a_chip_with_units_for_them(chip, matmul, monkeypatch):
+    monkeypatch.setattr(api, "missing", lambda chip: "No compiler is here.")
+    policies = [f"c=bf16; */mlp: m={matmul}{more}" for more in ("", "+emulate")]
+    report = plan(in_eight_bits, policies, chip)
+    refused, emulated = report.rows
+    has_units = chip == "b200" or (chip, matmul) == ("h100", "fp8")
+    told = f"'*/mlp: matmul={matmul}': {chip} has no units for matmul={matmul}: GPUs of NVIDIA"
+    assert has_units == (refused.error == "") and (has_units or told in refused.error)
+    assert "float8_e4m3fn" in refused.products[0].dtypes and emulated.error == ""
+    formats = LACKING.get((chip, matmul))
+    assert formats is None or report.notes[-1] == f"{chip} multiplies {formats}."
+
+
+def test_a_program_that_a_chip_has_no_units_for_is_not_compiled(asked):
+    policies = [f"c=bf16; */mlp: m=fp8{more}" for more in ("", "+emulate")]
+    refused, emulated = plan(in_eight_bits, policies).rows
+    assert refused.peak is None and "cpu has no units" in refused.error
+    assert len(asked) == 1 and emulated.peak
+
+
 def test_topologies_have_as_many_chips_or_more():
     for chip, count in itertools.product(CHIPS.values(), (1, 8, 12, 256)):
         place = chip.topology(count)

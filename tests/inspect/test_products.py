@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import types
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,24 @@ def test_flops_are_those_of_the_audit(name):
     assert read(grads, *args).flops == audited > 0
     kind = "convolution" if name in CONVOLUTIONS else "dot"
     assert {one.kind for one in read(loss, *args).products} == {kind}
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_product_of_scaled_blocks_has_the_flops_of_the_audit(batch):
+    axes = tuple(range(len(batch)))
+    numbers = ((len(batch) + 1,), (len(batch),)), (axes, axes)
+    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    product = lambda x, w: jax.nn.scaled_dot_general(x, w, numbers, jnp.bfloat16, configs)  # noqa: E731
+    grads = jax.value_and_grad(lambda x, w: jnp.sum(product(x, w)), argnums=(0, 1))
+    x, w = (jax.ShapeDtypeStruct((*batch, *shape), jnp.bfloat16) for shape in ((64, 96), (96, 32)))
+    (audited,) = jmpx.inspect.audit(grads)(x, w).products
+    assert (audited.dtypes, audited.count) == ("float8_e4m3fn x float8_e4m3fn", 3)
+    assert audited.flops == 3 * 2 * math.prod((*batch, 64, 96, 32))
+    report = read(grads, x, w, platform="cuda")
+    assert {(one.kind, one.kernel) for one in report.products} == {
+        ("scaled-dot", "__op$block_scaled_dot")
+    }
+    assert report.flops == audited.flops
 
 
 def test_a_ragged_product_multiplies_no_zeros():
@@ -245,6 +264,7 @@ def test_a_backend_that_says_nothing_of_memory(monkeypatch, said):
 FOLDER = Path(__file__).parent
 GPU = (FOLDER / "gpu.hlo").read_text()
 TAPS = (8 * 3 - 1) ** 2  # the first of each row and column meets one line of padding
+E4M3 = "f8e4m3fn"
 SCORES = 2 * 4 * 128 * 2 * 64 * 256
 
 
@@ -260,6 +280,7 @@ def test_products_of_cublas_cudnn_and_triton_are_read():
         ("__cudnn$convForward", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
         ("__cudnn$convBackwardInput", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
         ("__cudnn$convBackwardFilter", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+        ("__cudnn$blockScaledDot", "scaled-dot", f"{E4M3} x {E4M3} -> bf16", 2 * 2 * 16 * 8 * 64),
     ]
     assert found[0].parameters == ("params['a']", "params['b']")
     assert found[0].scope == "jit(step)/net/dot_general" and found[0].results == ("output 0",)
@@ -272,7 +293,7 @@ def test_kernels_that_cannot_be_read_are_told():
     report = jmpx.inspect.compiled(hlo)
     assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
     told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
-    assert len(report.products) == 6 and report.notes[0].startswith(told)
+    assert len(report.products) == 7 and report.notes[0].startswith(told)
 
 
 def test_a_product_of_a_tpu_counts_no_holes():

@@ -88,9 +88,10 @@ def test_a_step_is_estimated_as_the_sum_of_what_runs():
 
 
 def test_every_point_is_there_once_can_be_made_and_has_a_line(capsys):
-    keys = [tuple(fields.values()) for fields in gpu_compile.points()]
+    points = [point for found, _ in gpu_compile.BENCHMARKS.values() for point in found]
+    keys = [tuple(fields.values()) for fields in points]
     assert len(keys) == len(set(keys))
-    assert {fields["way"] for fields in gpu_compile.points()} <= {*model_steps.TRANSFORMER_WAYS}
+    assert {fields["way"] for fields in points} <= {*model_steps.TRANSFORMER_WAYS}
     gpu_compile.main(["--list"])
     listed = capsys.readouterr().out.splitlines()
     assert {line.partition("\t")[0] for line in listed} == {"there  "}
@@ -109,7 +110,10 @@ def test_without_the_compiler_a_line_says_what_to_do(version, monkeypatch, capsy
 
 
 def test_the_tables_compare_what_was_measured():
-    assert "| 1.000 |" in gpu_compile.costs(records.read(gpu_compile.RESULTS))
+    found = records.read(gpu_compile.RESULTS)
+    assert "| 1.000 |" in gpu_compile.costs(found)
+    assert "| `c=bf16; */mlp: m=fp8` | 24 | 0 |" in gpu_compile.eight_bits(found)
+    assert "| `c=bf16; */mlp: m=mxfp8` | 0 | 24 |" in gpu_compile.eight_bits(found)
 
 
 # Compiled.
@@ -134,12 +138,48 @@ def test_a_step_multiplies_in_its_dtype(way, dtype, multiplied, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("chip", gpu.OPTIONS)
-def test_float8_is_multiplied_as_float8_by_an_h100_alone(chip):
+def test_float8_is_multiplied_as_float8_by_chips_with_units_for_it(chip):
     on = gpu.on(chip)
     x = jax.ShapeDtypeStruct((256, 256), "float8_e4m3fn", sharding=on)
     product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type="bfloat16"))
     (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
-    assert found.startswith("f8e4m3fn x f8e4m3fn" if chip == "H100" else "bf16 x bf16")
+    assert found.startswith("f8e4m3fn x f8e4m3fn" if chip != "A100" else "bf16 x bf16")
+
+
+def plain(x, first, second):
+    return jax.nn.gelu(x @ first) @ second
+
+
+def of_experts(x, first, second):
+    hidden = jax.nn.gelu(jnp.einsum("ebd,edf->ebf", x, first))
+    return jnp.einsum("ebf,efd->ebd", hidden, second)
+
+
+FORMS = [("H100", "c=bf16; */mlp: m=fp8"), ("H100", "c=f16; */mlp: m=fp8")]
+FORMS += [("B200", "c=bf16; */mlp: m=fp8"), ("B200", "c=bf16; */mlp: m=mxfp8")]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("chip", "policy"), FORMS)
+@pytest.mark.parametrize("mlp", [plain, of_experts])
+def test_all_products_of_a_rule_for_eight_bits_are_kernels_for_them(mlp, chip, policy):
+    @jmpx.autocast(policy=policy)
+    def loss_fn(layers, x):
+        for layer in layers:
+            with jax.named_scope("mlp"):
+                x = x + mlp(x, *layer)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    on, batch = gpu.on(chip), () if mlp is plain else (4,)
+    shape = lambda *sizes: jax.ShapeDtypeStruct((*batch, *sizes), "float32", sharding=on)  # noqa: E731
+    layers, x = [(shape(128, 256), shape(256, 128))] * 2, shape(256, 128)
+    grads = jax.jit(jax.grad(loss_fn, argnums=(0, 1)))
+    with jax.default_device(gpu.devices(chip)[0]):
+        found = gpu_compile.compiled(lambda: grads.trace(layers, x), chip)
+    kernel = "__cudnn$blockScaledDot" if "mxfp8" in policy else "__cublas$lt$matmul$f8"
+    assert found["calls"] == {kernel: 12}  # three for each of two products of two layers
+    assert gpu_compile.in_eight_bits(found) == 12 and "estimate_ms" not in found
 
 
 @pytest.mark.slow
@@ -275,7 +315,7 @@ def test_an_attention_in_float32_is_refused_with_the_edit():
     assert any("q.astype(jnp.bfloat16)" in note for note in error.value.__notes__)
 
 
-# How an H100 and an A100 multiply float32.
+# How they multiply float32.
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ CALLS = {  # products among the custom calls, by the start of their targets
     "__cublas$lt$": "dot",
     "__cudnn$conv": "convolution",
     "__cudnn$fmha": "attention",
+    **dict.fromkeys(("__cudnn$blockScaledDot", "__op$block_scaled_dot"), "scaled-dot"),
     **dict.fromkeys(("tpu_custom_call", "__gpu$xla.gpu.triton", "triton", "mosaic"), KERNEL),
 }
 
@@ -209,6 +210,8 @@ def _flops(kind: str, one: Instruction, lhs: Shape, rhs: Shape) -> int:
     if kind == "attention":  # masked scores count; the backward pass makes one product again
         keys = _integers((_SCORES.findall(one.rest) or ["0"])[0])[-1]
         return (5 if "Backward" in one.target else 2) * 2 * math.prod(lhs) * keys
+    if kind == "scaled-dot" and one.target:  # of the rows and summed axes of both, maybe batched
+        return 2 * math.prod(lhs) * rhs[-2]
     joined = {axis for axes in _JOINED.findall(one.rest) for axis in _integers(axes)}
     columns = math.prod(size for axis, size in enumerate(rhs) if axis not in joined)
     return 2 * math.prod(lhs) * columns

@@ -54,12 +54,13 @@ class Compiled(Report):
         program: the name of the program, such as `jit_step`.
         devices: how many run it; the numbers are those of one device.
         platform: the target of the compiler, such as `"tpu"`; None if it was not compiled.
-        products: the matmuls and convolutions, each with `kind` (`"dot"`, `"convolution"` or a
-            fused `"attention"`), `operands` and `result`, their dtypes as HLO spells them,
-            `algorithm` (or precision, `""` if it is the default), `dtypes` (these three as one
-            text), `kernel` (a function of cuBLAS or cuDNN, or a kind of fusion, such as Triton's;
-            `""` is XLA's own code), `flops`, `flops_each` (of one of its runs), `parameters` (the
-            inputs that its operands are copies of) and `scope` (the name that JAX gave it).
+        products: the matmuls and convolutions, each with `kind` (`"dot"`, `"convolution"`, a
+            `"scaled-dot"` of blocks, or a fused `"attention"`), `operands` and `result`, their
+            dtypes as HLO spells them, `algorithm` (or precision, `""` if it is the default),
+            `dtypes` (these three as one text), `kernel` (a function of cuBLAS or cuDNN, or a kind
+            of fusion, such as Triton's; `""` is XLA's own code), `flops`, `flops_each` (of one of
+            its runs), `parameters` (the inputs that its operands are copies of) and `scope` (the
+            name that JAX gave it).
         collectives: one for each array that devices exchange, with `kind` and `dtype` as HLO spells
             them, `bytes` (of the whole array), `sent` (bytes that a device sends), `group` (how
             many devices take part) and `parameter` (the input that it carries a copy of, such as

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jmpx._base.formats import lacking_for, listed
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.audit import summary
@@ -131,13 +132,14 @@ def plan(
             `jax.ShapeDtypeStruct`s, as `jax.eval_shape` makes them, instead of arrays. Their
             shardings, of any mesh, such as a `jax.sharding.AbstractMesh`, say how many chips.
         policies: policy strings or maps. Each is passed to `make_step` as it is.
-        chip: `"v5e"`, `"v5p"` or `"v6e"` (TPUs, by `pip install 'jmpx[tpu]'`), `"h100"` or `"a100"`
-            (GPUs, by `'jmpx[cuda]'`). None, or a chip without its compiler, gives only the counts
-            of the trace.
+        chip: `"v5e"`, `"v5p"` or `"v6e"` (TPUs, by `pip install 'jmpx[tpu]'`), `"h100"`, `"a100"`
+            or `"b200"` (GPUs, by `'jmpx[cuda]'`). None, or a chip without its compiler, gives only
+            the counts of the trace.
 
     Returns:
         A `jmpx.inspect.Plan` with a row for each policy. If a policy cannot be traced or compiled,
-        or does not fit, its row says so.
+        does not fit, or has a rule for products in 8 bits that the chip has no units for, its row
+        says so.
 
     See Also:
         `jmpx.inspect.blame` shows what a policy costs in accuracy.
@@ -161,12 +163,13 @@ def plan(
     """
     target = None if chip is None else get_chip(chip)
     names = _names(policies)
+    rules = [get_mixed_precision(policy).policy_map.rules for policy in policies]
     if not callable(make_step):
         raise TypeError(f"Expected make_step to be a function of a policy, got {make_step!r}.")
     reason = missing(target) if target else ""
     rows, programs, failures = list[Planned](), list[Program](), list[Exception]()
     with progress("policies", len(names)) as done:
-        for name, policy in zip(names, policies, strict=True):
+        for name, policy, own in zip(names, policies, rules, strict=True):
             step, arguments = _made(make_step, policy)
             try:
                 programs.append(traced_step(step, arguments))
@@ -175,7 +178,8 @@ def plan(
                 rows.append(Planned(name, error=line_of(error)))
             else:
                 _refuse_arrays(programs[-1])
-                rows.append(_planned(name, programs[-1], target, not reason))
+                unfit = lacking_for(own, target.name, target.formats) if target else []
+                rows.append(_planned(name, programs[-1], target, not reason, *unfit[:1]))
             done()
     if not programs:
         raise failures[0]
@@ -184,6 +188,8 @@ def plan(
     notes = [] if any(placed(program)[0] for program in programs) else [_NO_DONATION]
     notes += [_UNTUNED] if target.platform == "cuda" else []
     notes = [f"{reason} These are counts of the trace."] if reason else notes
+    if any(rule.is_in_eight_bits for own in rules for rule in own):
+        notes.append(f"{target.name} multiplies {listed(target.formats)}.")
     known = target.name, target.memory, versions(target)
     return Plan(programs[0].name, *known, tuple(rows), tuple(notes))
 
@@ -220,11 +226,13 @@ def _refuse_arrays(program: Program) -> None:
         )
 
 
-def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> Planned:
+def _planned(
+    name: str, program: Program, chip: Chip | None, compiles: bool, error: str = ""
+) -> Planned:
     graph = Graph(program, chip and {"cuda": "gpu"}.get(chip.platform, chip.platform))
     products, saved = summary.products(graph), summary.saved(graph)
-    row = Planned(name, products=products, saved=saved)
-    if chip is None or not compiles:
+    row = Planned(name, products=products, saved=saved, error=error)
+    if chip is None or not compiles or error:
         return row
     try:
         row = row._replace(**ask(program, chip))
@@ -248,7 +256,10 @@ def _cells(rows: Sequence[Planned]) -> list[list[str]]:
 def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
     """Returns the cells of a row, by the names of their columns."""
     # `bf16` stands for `bfloat16 x bfloat16`, and `bf16 x f32` for mixed operands.
-    names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+    names = [
+        dict.fromkeys(short_names(each.dtypes.replace("float8_", "")).split(" x "))
+        for each in row.products
+    ]
     products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
     flops = sum(each.flops for each in row.products)
     return {

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jmpx._base.formats import formats
 from jmpx._base.messages import describe, did_you_mean
 
 # Without these, libtpu asks the network which Google machine this is, and only one process can load
@@ -43,6 +44,13 @@ _A100 = """
   core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41  memory_bandwidth: 2039040000000
   shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912  l2_cache_size: 41943040
 """
+# What NVIDIA's driver says of a B200 with 180 GB, of which programs get 178 GiB.
+_B200 = """
+  cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }
+  core_count: 148  fpus_per_core: 128  clock_rate_ghz: 1.965  memory_bandwidth: 7672320000000
+  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448  l2_cache_size: 132644864
+  device_interconnect_info { active_links: 18 }
+"""
 # Without a GPU nothing is timed, and Triton's products would take the first legal tiling.
 _UNTUNED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # Versions of JAX. Others fail without the GPU, or were not tried. JAX 0.9.2 compiles for a target
@@ -60,6 +68,12 @@ class Chip:
     memory: int  # the bytes that a program may use: what a TPU's compiler allows, all of a GPU's
     layouts: str = ""  # how TPUs are connected, the smallest first
     hardware: str = ""  # the properties of a GPU
+    capability: str = ""  # the compute capability of a GPU
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats that it multiplies."""
+        return formats(self.platform, self.device, self.capability)
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -101,8 +115,9 @@ _CHIPS = (
     Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * 2**30), _2D),
     Chip("v5p", "tpu", "TPU v5", int(95.74 * 2**30), _3D),
     Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * 2**30), _2D),
-    Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84942979072, hardware=_H100),
-    Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 85100068864, hardware=_A100),
+    Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84942979072, hardware=_H100, capability="9.0"),
+    Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 85100068864, hardware=_A100, capability="8.0"),
+    Chip("b200", "cuda", "NVIDIA B200", 191514411008, hardware=_B200, capability="10.0"),
 )
 CHIPS = {chip.name: chip for chip in _CHIPS}
 
