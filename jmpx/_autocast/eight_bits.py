@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._autocast.rules import Operation, is_precise
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Value
@@ -29,6 +30,7 @@ from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, 
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import PRODUCTS, is_backward, is_outer
 from jmpx._jaxprs.marks import SCALED
+from jmpx._remat.saving import SAVED
 
 # Products of fewer multiplications take less time than the scales of their operands.
 FEWEST = 2**18
@@ -168,7 +170,9 @@ def _forward(config: _Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array
     b = _rounded(config, E4M3, summed[1], batched[1], rhs, None)
     result = config.multiply(a.numbers, b.numbers)
     result = _scaled(config, result, a, b, tuple(range(len(batched[0]))))
-    return result.astype(config.dtype), (lhs, rhs, a.scale, b.scale)
+    # A pass that runs the forward pass again, as `save` has it, reads no array for its scale.
+    scales = (checkpoint_name(each.scale, SAVED) for each in (a, b))
+    return result.astype(config.dtype), (lhs, rhs, *scales)
 
 
 def _backward(config: _Config, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -217,9 +221,10 @@ def _rounded(
         numbers = lax.transpose(numbers.reshape(moved.shape), np.argsort(order).tolist())
         return _Rounded(numbers, jnp.float32(1))
     if scale is None:
-        largest = jnp.max(jnp.abs(x), axis=_others(x.ndim, batch), initial=0)
-        largest = lax.transpose(largest, [sorted(batch).index(axis) for axis in batch])
-        scale = _scale(largest if batch else _over_shards(largest, x), to)
+        # The largest scale is that of the largest number; GPUs need a kernel for a scale by itself.
+        scale = jnp.max(_scale(jnp.abs(x), to), axis=_others(x.ndim, batch))
+        scale = lax.transpose(scale, [sorted(batch).index(axis) for axis in batch])
+        scale = scale if batch else _over_shards(scale, x)
     spread = _spread(scale, x.ndim, batch)
     numbers = _cast(config, x, spread, to)
     return _Rounded(numbers if config.after else numbers * spread.astype(config.carrier), scale)
@@ -236,32 +241,30 @@ def _rounded_twice(*args: Any) -> Any:
     )
 
 
-def _over_shards(largest: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the largest magnitude in all shards of an array that `jax.shard_map` splits."""
+def _over_shards(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the largest scale of all shards of an array that `jax.shard_map` splits."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     axes = varying_axes(x) if tracked_axes() else mapped
     names = tuple(name for name in mapped if name in axes)
-    return lax.pmax(largest, names) if names else largest
+    return lax.pmax(scale, names) if names else scale
 
 
 def _scale(largest: jax.Array, to: np.dtype) -> jax.Array:
     """Returns the least power of two that brings a magnitude into the range of a format.
 
-    It is 1 for zero. For a magnitude that is not finite, it is that magnitude, so that the results
-    become NaN and the step is skipped.
+    It is infinite if the magnitude is not finite: numbers become 0 and, multiplied by it, NaN, so
+    that the step is skipped. NaN would get lost in maxima, which XLA computes without it on CPUs.
     """
-    largest = largest.astype(FLOAT32)
-    bits = lax.bitcast_convert_type(largest, np.int32)
+    bits = lax.bitcast_convert_type(largest.astype(FLOAT32), np.int32)
     # One more if the mantissa is larger than 1.75, that of the largest number.
     exponent = ((bits + 0x1FFFFF) >> 23) - _LARGEST[to]
     power = lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, FLOAT32)
-    power = jnp.where(bits > 0, power, jnp.float32(1))
-    return jnp.where(bits < 0x7F800000, power, largest)
+    return jnp.where(bits < 0x7F800000, power, jnp.float32(np.inf))
 
 
 def _cast(config: _Config, x: jax.Array, scale: jax.Array, to: np.dtype) -> jax.Array:
     """Divides by a scale, rounds to a format, and widens to the carrier."""
-    divided = x.astype(FLOAT32) * (1 / scale)
+    divided = x.astype(FLOAT32) / scale
     if config.rounds:
         divided = rounded_to(divided, to)
     return divided.astype(to).astype(config.carrier)
