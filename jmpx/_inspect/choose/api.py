@@ -248,7 +248,7 @@ def choose(
         strings = Strings(func, batches[0], program, measured, base, given)
         with progress("sets of rules tried", None) as done:
             strings.find(bound, lambda: new_search(program, runs, base, measured, seed, done))
-            if chip in ("h100", "b200"):
+            if chip is not None and "fp8" in get_chip(chip).formats:
                 strings.find_eight_bits(bound)
         finite = [text for text, error in strings.errors.items() if math.isfinite(error)]
         planned = plan(make_step or strings.gradient, finite, chip=chip)
