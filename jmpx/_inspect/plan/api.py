@@ -227,12 +227,12 @@ def _refuse_arrays(program: Program) -> None:
 
 
 def _planned(
-    name: str, program: Program, chip: Chip | None, compiles: bool, error: str = ""
+    name: str, program: Program, chip: Chip | None, compiles: bool, refused: str = ""
 ) -> Planned:
     graph = Graph(program, chip and {"cuda": "gpu"}.get(chip.platform, chip.platform))
     products, saved = summary.products(graph), summary.saved(graph)
-    row = Planned(name, products=products, saved=saved, error=error)
-    if chip is None or not compiles or error:
+    row = Planned(name, products=products, saved=saved, error=refused)
+    if chip is None or not compiles or refused:
         return row
     try:
         row = row._replace(**ask(program, chip))
