@@ -176,7 +176,7 @@ def eight_bits(found: list[Record]) -> str:
             of = eight - blocks, blocks, sum(line["products"].values()) - eight, kernels
             peak = f"{line['peak_mib']:,.0f}", f"{line['peak_mib'] / base['peak_mib']:.3f}"
             counts = (*map(str, (*of, kernels - base["kernels"])), *peak)
-            rows.append((f"{group[0]}, {MODELS[group[1]]}", EIGHT_NAMES[way], *counts))
+            rows.append((f"{group[0]}, {MODELS[str(group[1])]}", EIGHT_NAMES[way], *counts))
     return table(("GPU compiler, 4 layers", "the step", *COUNTS), rows)
 
 

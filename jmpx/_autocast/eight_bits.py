@@ -26,7 +26,7 @@ from jmpx._autocast.rules import Operation, is_precise
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Value
 from jmpx._base.axes import tracked_axes, varying_axes
 from jmpx._base.contexts import INSPECTED, MEASURED, RUN, fact
-from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking, rounded_to
+from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking_for, rounded_to
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import PRODUCTS, is_backward, is_outer
 from jmpx._jaxprs.marks import SCALED
@@ -102,9 +102,9 @@ def product(operation: Operation) -> list[Value] | None:
         return None
     (bits, rank), params, is_run = asked, operation.equation.params, purpose == RUN
     device = default_device() if purpose is None else None
-    if device and (reason := lacking(bits, device.device_kind, formats_of(device))):
-        rule = operation.interpreter.regions.policy_map.rules[rank]
-        raise ValueError(f"Cannot follow rule {str(rule)!r}: {reason}.")
+    rule = operation.interpreter.regions.policy_map.rules[rank]
+    if device and (reasons := lacking_for([rule], device.device_kind, formats_of(device))):
+        raise ValueError(reasons[0])
     numbers = params["dimension_numbers"]
     config = _Config(
         numbers,
@@ -216,12 +216,12 @@ def _rounded(
         order = (*_others(x.ndim, summed), *summed)
         moved = lax.transpose(x, order)
         blocks = moved.reshape(*moved.shape[: x.ndim - len(summed)], -1, _BLOCK)
-        scale = _scale(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), to)
+        scale = jnp.max(_scale(jnp.abs(blocks), to), axis=-1, keepdims=True)
         numbers = _cast(config, blocks, scale, to) * scale.astype(config.carrier)
         numbers = lax.transpose(numbers.reshape(moved.shape), np.argsort(order).tolist())
         return _Rounded(numbers, jnp.float32(1))
     if scale is None:
-        # The largest scale is that of the largest number; GPUs need a kernel for a scale by itself.
+        # The largest scale is that of the largest number; a GPU would compute one in a kernel.
         scale = jnp.max(_scale(jnp.abs(x), to), axis=_others(x.ndim, batch))
         scale = lax.transpose(scale, [sorted(batch).index(axis) for axis in batch])
         scale = scale if batch else _over_shards(scale, x)
@@ -249,13 +249,13 @@ def _over_shards(scale: jax.Array, x: jax.Array) -> jax.Array:
     return lax.pmax(scale, names) if names else scale
 
 
-def _scale(largest: jax.Array, to: np.dtype) -> jax.Array:
-    """Returns the least power of two that brings a magnitude into the range of a format.
+def _scale(magnitude: jax.Array, to: np.dtype) -> jax.Array:
+    """Returns the least powers of two that bring magnitudes into the range of a format.
 
-    It is infinite if the magnitude is not finite: numbers become 0 and, multiplied by it, NaN, so
-    that the step is skipped. NaN would get lost in maxima, which XLA computes without it on CPUs.
+    That of a magnitude which is not finite is infinite: numbers become 0 and, multiplied by it,
+    NaN, so that the step is skipped. NaN itself could get lost: XLA's maxima drop it on CPUs.
     """
-    bits = lax.bitcast_convert_type(largest.astype(FLOAT32), np.int32)
+    bits = lax.bitcast_convert_type(magnitude.astype(FLOAT32), np.int32)
     # One more if the mantissa is larger than 1.75, that of the largest number.
     exponent = ((bits + 0x1FFFFF) >> 23) - _LARGEST[to]
     power = lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, FLOAT32)
@@ -264,7 +264,10 @@ def _scale(largest: jax.Array, to: np.dtype) -> jax.Array:
 
 def _cast(config: _Config, x: jax.Array, scale: jax.Array, to: np.dtype) -> jax.Array:
     """Divides by a scale, rounds to a format, and widens to the carrier."""
-    divided = x.astype(FLOAT32) / scale
+    # Exact, which a division is not on GPUs: these divide with an error of two units.
+    bits = np.int32(254 << 23) - lax.bitcast_convert_type(scale, np.int32)
+    inverse = lax.bitcast_convert_type(bits, FLOAT32)
+    divided = x.astype(FLOAT32) * jnp.where(scale < np.inf, inverse, jnp.float32(0))
     if config.rounds:
         divided = rounded_to(divided, to)
     return divided.astype(to).astype(config.carrier)
