@@ -110,8 +110,8 @@ def product(operation: Operation) -> list[Value] | None:
         numbers,
         dtype,
         bits.blocks,
-        # A tool that runs operations one by one rounds the casts by itself.
-        rounds=bits.emulate and not is_run,
+        bits.emulate,
+        is_run,
         # The units take one scale for an array; several multiply the sums instead.
         after=bool(numbers[1][0]) or core.in_vmap(),
         sharding=params.get("out_sharding"),
@@ -134,7 +134,8 @@ class _Config(NamedTuple):
     numbers: Any  # the `dimension_numbers` of `lax.dot_general`
     dtype: np.dtype  # of the operands and the result: 16 bits
     blocks: bool
-    rounds: bool  # whether to round before the casts to 8 bits, which compilers may leave out
+    emulate: bool  # whether to round before the casts to 8 bits, which compilers may leave out
+    is_run: bool  # whether a tool runs operations one by one, and rounds the casts by itself
     after: bool  # whether the scales multiply the result instead of the operands
     sharding: Hashable  # the `out_sharding` of `lax.dot_general`
 
@@ -264,12 +265,12 @@ def _scale(magnitude: jax.Array, to: np.dtype) -> jax.Array:
 
 def _cast(config: _Config, x: jax.Array, scale: jax.Array, to: np.dtype) -> jax.Array:
     """Divides by a scale, rounds to a format, and widens to the carrier."""
-    # Exact, which a division is not on GPUs: these divide with an error of two units.
-    bits = np.int32(254 << 23) - lax.bitcast_convert_type(scale, np.int32)
-    inverse = lax.bitcast_convert_type(bits, FLOAT32)
-    divided = x.astype(FLOAT32) * jnp.where(scale < np.inf, inverse, jnp.float32(0))
-    if config.rounds:
-        divided = rounded_to(divided, to)
+    divided = x.astype(FLOAT32) / scale
+    if not config.is_run:
+        # GPUs divide float32 with an error of two units; exact quotients have 11 bits at most. To
+        # multiply by an inverse, they would compute that in a kernel of its own.
+        divided = lax.reduce_precision(divided, exponent_bits=8, mantissa_bits=15)
+        divided = rounded_to(divided, to) if config.emulate else divided
     return divided.astype(to).astype(config.carrier)
 
 
