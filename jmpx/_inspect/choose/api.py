@@ -256,7 +256,7 @@ def choose(
         planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
         failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
-        for text in strings.in_eight_bits.difference(row.policy for row in rows):
+        for text in sorted(strings.in_eight_bits.difference(row.policy for row in rows)):
             error = error_text(strings.errors[text])
             failed.append(f"{text}: left out, as it saves no memory, with an error of {error}.")
         notes = (*strings.notes(what), *failed, *(() if planned_for else planned.notes))
