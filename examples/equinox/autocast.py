@@ -83,7 +83,7 @@ def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
 
 def make_state(optimizer: Any) -> tuple[Network, optax.OptState, jmpx.LossScale]:
     model = Network(jax.random.key(SEED.value))
-    return model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale()
+    return model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), MP.loss_scale()
 
 
 def make_optimizer() -> optax.GradientTransformation:

@@ -228,7 +228,7 @@ def train(step: Any, scaling: jmpx.LossScale, seed: int, progress: tqdm) -> np.n
     """Returns the rewards and divergences [steps, 2] of one run."""
     model_key, key = jax.random.split(jax.random.key(seed))
     model = Transformer(model_key)
-    state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_array)), []
+    state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), []
     for number in range(STEPS.value):
         model, state, scaling, seen = step(model, state, scaling, jax.random.fold_in(key, number))
         found.append([float(each) for each in seen])

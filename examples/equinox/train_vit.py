@@ -241,7 +241,8 @@ def make_model(image_shape: tuple[int, ...]) -> VisionTransformer:
 
 def make_state(optimizer: optax.GradientTransformation, image_shape: tuple[int, ...]) -> TrainState:
     model = make_model(image_shape)
-    return TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
+    params = eqx.filter(model, eqx.is_inexact_array)
+    return TrainState(model, optimizer.init(params), MP.loss_scale())
 
 
 def make_step_optimizer(steps: int) -> optax.GradientTransformation:

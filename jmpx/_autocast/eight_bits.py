@@ -26,6 +26,7 @@ from jmpx._autocast.rules import Operation, is_precise
 from jmpx._autocast.value import BFLOAT16, FLOAT32, LOW, Value
 from jmpx._base.axes import tracked_axes, varying_axes
 from jmpx._base.contexts import INSPECTED, MEASURED, RUN, fact
+from jmpx._base.dtypes import eight_bits
 from jmpx._base.formats import E4M3, E5M2, default_device, formats_of, lacking_for, rounded_to
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import PRODUCTS, is_backward, is_outer
@@ -68,7 +69,8 @@ def why_not(operation: Operation) -> str | None:
     numbers = equation.params["dimension_numbers"]
     is_batched, (bits, _) = bool(numbers[1][0]), asked
     if is_batched and not bits.attention and not any(value.is_weak for value in values):
-        return f"it is of two activations, which take matmul={bits.name}+attention"
+        named = eight_bits(f"{bits.name}+attention")
+        return f"it is of two activations, which take matmul={named and named.name}"
     return _too_odd(numbers, [value.array.shape for value in values], _BLOCK if bits.blocks else 16)
 
 

@@ -213,13 +213,7 @@ def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -
                 "the operands before the call."
             )
         if rule.is_in_eight_bits:
-            why = {why for of_rule, why in used.eight_bits if of_rule == rank}
-            if "" not in why:
-                reasons = " and ".join(sorted(why)) or "no matrix product in 16 bits runs there"
-                yield (
-                    f"The matmul of the {the_rule} has no effect, because {reasons}: leave it out, "
-                    "or select the layers whose products are to run in 8 bits."
-                )
+            yield from _unused_eight_bits(the_rule, rank, used)
         elif rule.matmul is not None and rank not in ranks:
             yield (
                 f"The matmul of the {the_rule} has no effect, because no float32 product gets it: "
@@ -231,6 +225,18 @@ def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -
                 "float32 arrays without a precision= of its own runs there: write compute=float32 "
                 "instead, or select the module or scope of the product."
             )
+
+
+def _unused_eight_bits(the_rule: str, rank: int, used: Used) -> Iterator[str]:
+    why = {why for of_rule, why in used.eight_bits if of_rule == rank}
+    if "" in why:
+        return
+    end = f" on the products there ({'; '.join(sorted(why))})"
+    yield (
+        f"The matmul of the {the_rule} has no effect"
+        f"{end if why else ', because no matrix product in 16 bits runs there'}: leave it out, or "
+        "select the layers whose products are to run in 8 bits."
+    )
 
 
 def _is_without_dtype(rule: PolicyRule) -> bool:

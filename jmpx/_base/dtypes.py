@@ -34,6 +34,7 @@ _EIGHT_BITS = (
     "store in 8 bits by params=float8_e4m3fn or params=float8_e5m2, and multiply in 8 bits by "
     "matmul=fp8 in a rule, as '*/mlp/*: matmul=fp8'"
 )
+_BITS = "{0}-true stores the parameters in {0} bits, too, and {0}-mixed keeps them in float32"
 _INTEGER = (
     "expected a floating dtype, because integers have no gradient: to quantize, use a library for "
     "that, such as Qwix"
@@ -43,6 +44,9 @@ _NO_DTYPES = {
     **dict.fromkeys(("tf32", "tensorfloat32"), _TF32),
     **dict.fromkeys(("fp8", "f8", "float8", "e4m3", "e5m2"), _EIGHT_BITS),
     **dict.fromkeys(("int8", "int4", "i8", "i4", "uint8", "uint4", "s8", "u8"), _INTEGER),
+    "16": _BITS.format("16"),
+    "32": "write 32-true or float32",
+    "64": "write 64-true or float64",
     "o0": "level O0 of NVIDIA's Apex is float32",
     "o1": "level O1 of NVIDIA's Apex is jmpx.autocast(f, 'compute=float16')",
     "o2": "level O2 of NVIDIA's Apex is 16-mixed",

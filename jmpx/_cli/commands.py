@@ -199,12 +199,21 @@ def doctor(given: argparse.Namespace) -> int:
 
 
 def audit(given: argparse.Namespace) -> int:
-    """Prints what runs in which dtype."""
+    """Prints what runs in which dtype; the exit code is 1 if it fails the check that is given."""
     from jmpx._inspect.audit.api import audit
 
     fn, args = _made(given)
     trying = lambda: audit(fn, platform=given.platform)(*args)  # noqa: E731
-    _print(attempt(f"The audit of {given.target} failed", trying), given)
+    report = attempt(f"The audit of {given.target} failed", trying)
+    _print(report, given)
+    if given.check is None:
+        return 0
+    compute = given.check.strip().removeprefix("compute=").removeprefix("c=")
+    try:
+        report.check(compute, at_least=given.at_least, allow=given.allow.split(","))
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python -m jmpx doctor
     python -m jmpx explain "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
-    python -m jmpx audit pkg.module:make --platform tpu
+    python -m jmpx audit pkg.module:make --check compute=bf16 --at-least 0.99
     python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx choose pkg.module:make --error 0.01 --chip v5e
     python -m jmpx first-nonfinite examples/haiku/reports.py:make_arrays -- --mp_policy=c=f16
@@ -15,8 +15,8 @@ scale. Under which policy each module of a model ran, `audit` tells.
 first argument, or a training step. `make` returns a pair of it and the tuple of its arguments,
 which for `audit` may be shapes. What follows `--` are flags of the program itself.
 
-The exit code is 1 if the program makes an inf or NaN, or if the doctor warns, and 2 after a line
-that says what went wrong.
+The exit code is 1 if the program makes an inf or NaN, if an audit fails its check, or if the doctor
+warns, and 2 after a line that says what went wrong.
 """
 
 import argparse
@@ -67,6 +67,21 @@ _COMMANDS = {
                 "choices": ("cpu", "cuda", "gpu", "tpu"),
                 "help": "also find what this hardware multiplies in less than its dtype",
             },
+            "--check": {
+                "metavar": "compute=DTYPE",
+                "help": "end with the code 1 if there are findings, or if too few products compute "
+                "in this dtype, such as compute=bf16",
+            },
+            "--at-least": {
+                "type": float,
+                "metavar": "SHARE",
+                "help": "of all FLOPs of products, from 0 to 1, with --check; 0.95 if left out",
+            },
+            "--allow": {
+                "default": "",
+                "metavar": "NAMES",
+                "help": "findings that --check allows, such as low-exp,low-sum",
+            },
         },
     ),
     "ranges": _Command(
@@ -100,7 +115,7 @@ _COMMANDS = {
         },
     ),
     "migrate": _Command(
-        "the edits from JMP, MPX, jmpx 0.2, Flax's DynamicScale or hk.mixed_precision, as a diff",
+        "the edits from JMP, MPX, Flax's DynamicScale or hk.mixed_precision, as a diff",
         commands.migrate,
         {
             "files": {"metavar": "FILES", "nargs": "+", "help": "Python files and folders"},
@@ -145,6 +160,9 @@ def main(arguments: list[str]) -> int:
         SystemExit: after the help, and after a line about wrong usage.
     """
     parser, before = _parser(), sys.argv
+    if not arguments:
+        parser.print_help()
+        return 0
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, flags = arguments[:end], arguments[end + 1 :]
     if arguments and arguments[0] not in (*_COMMANDS, "-h", "--help", "--version"):

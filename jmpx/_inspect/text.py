@@ -42,6 +42,15 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def refuse_arguments(name: str, args: Sequence[object]) -> None:
+    """Refuses the arguments of a function beside it, for a tool that returns a function of them."""
+    if args:
+        raise TypeError(
+            f"Expected jmpx.inspect.{name} to get the function alone, got "
+            f"{count_text(len(args), 'argument')} behind it: write {name}(f)(...)."
+        )
+
+
 def short_names(text: str) -> str:
     """Shortens dtypes and policies as policy strings may: `compute=bfloat16` is `c=bf16`.
 

@@ -158,7 +158,7 @@ def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
     default: dict[str, Field] | None = None
     rules: list[Rule] = []
     for part in text.split(";"):
-        if not part.value:
+        if not part.value and text.value:
             raise ValueError(
                 f"Empty rule{part.at}: write a policy or 'selector: policy' there, or leave the "
                 "semicolon out."
@@ -168,6 +168,7 @@ def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
         elif default is None:
             default = parse_fields(part, BARE, MAP_KEYS)
         else:
+            parse_fields(part, BARE, MAP_KEYS)  # which refuses a rule without a colon
             raise ValueError(
                 f"Second default {part.value!r}{part.at}: write 'selector: policy' for all "
                 "policies but one."
@@ -214,6 +215,10 @@ def _parse_rule(part: Text) -> Rule:
     """Parses a rule, `selector: policy`, which may be a part of a longer string."""
     selector, policy = part.cut(":")
     refuse_colon(part)
+    before, _, name = selector.value.rpartition(",")
+    if before:
+        rule = f"{before}; {name.strip()}:{policy.text}"
+        selector.refuse(",", f"rules follow a semicolon, as {rule!r}")
     if not policy.value:
         example = f"{selector.value}: full"
         raise ValueError(

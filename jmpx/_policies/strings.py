@@ -5,6 +5,7 @@ functions check the keys and read the fields.
 """
 
 import contextlib
+import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -88,6 +89,11 @@ _NO_PRODUCT = (
 )
 # Keys that users write in the wrong place, and the remedies.
 ELSEWHERE = {
+    **dict.fromkeys(
+        ("param_dtype", "params_dtype"),
+        "write params= for the dtype in which parameters are stored; FSDP2's param_dtype is the "
+        "one in which they compute, compute= here",
+    ),
     "rules": _NO_RULES,
     "loss_scale": NO_LOSS_SCALE,
     "policy": "write the keys of the policy themselves, as {'compute': 'bfloat16'}",
@@ -168,12 +174,23 @@ def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> di
         return dict.fromkeys(bare, as_dtype(value, found.at))
     what = "a policy string, a mapping, a dtype or a jmpx.Policy"
     remedy = "write for example 'params=float32,compute=bfloat16,output=float32'"
+    if isinstance(value, type):
+        remedy = "jmpx.policy_of returns the policy of a class"
     raise refuse_value(what, found, remedy)
 
 
 def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
     """Parses the fields of a policy string; see `read_fields`."""
+    if not part.value:
+        raise ValueError(f"Empty policy{part.at}: write for example 'c=bf16'.")
     pieces = list(part.split(","))
+    for name, value in (piece.cut("=") for piece in pieces if "=" in piece.text):
+        if re.match(r"[A-Z]|.*[*/]", name.value) and name.value.lower() not in (*keys, *ELSEWHERE):
+            rule = f"{name.value}: {value.value}"
+            raise ValueError(
+                f"Unexpected '='{name.at}: a rule has a colon, as {rule!r}, and follows a "
+                "semicolon."
+            )
     without_key = [piece for piece in pieces if "=" not in piece.text]
     given = by_name((piece.cut("=") for piece in pieces if "=" in piece.text), keys, ELSEWHERE)
     in_rule = "product" in keys

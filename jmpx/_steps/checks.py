@@ -19,6 +19,8 @@ from jmpx._base.trees import (
     is_view,
     spell,
 )
+from jmpx._policies.maps import PolicyMap
+from jmpx._policies.policy import Policy
 from jmpx._scales.kinds import is_loss_scale
 from jmpx._scales.strings import get_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
@@ -57,6 +59,8 @@ def check_loss_scale(value: object, remedy: str | None = None) -> None:
             is_scale = _is_loss_scale_text(value)
             scale, policy = f"jmpx.get_loss_scale({value!r})", f"policy={value!r}"
             remedy = f"write {scale if is_scale else f'{policy} beside a loss scale'}"
+        elif isinstance(value, Policy | PolicyMap):
+            remedy = "give it as policy=, beside a loss scale"
         elif isinstance(value, int | float) and not isinstance(value, bool):
             remedy = f"write jmpx.StaticLossScale({value!r}) or jmpx.DynamicLossScale({value!r})"
     raise TypeError(

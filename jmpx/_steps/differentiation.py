@@ -191,9 +191,12 @@ class _Shards:
 def _loss_and_aux(result: PyTree, has_aux: bool) -> tuple[jax.Array, PyTree]:
     """Splits the result of the user's function, and checks that its loss is a floating scalar."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        got = f"a {type(result).__name__}"
+        if is_array(result):
+            got = f"one {result.dtype} scalar" if result.ndim == 0 else f"one {spell(result)}"
         raise TypeError(
-            "Expected the function to return (loss, aux), as has_aux=True says, got a "
-            f"{type(result).__name__}: return a pair, or leave has_aux out."
+            f"Expected the function to return (loss, aux), as has_aux=True says, got {got}: return "
+            "a pair, or leave has_aux out."
         )
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):

@@ -167,7 +167,10 @@ class Options:
         over: Over | AxisName | None,
     ) -> None:
         if not callable(func):
-            raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
+            raise TypeError(
+                f"Expected a function to differentiate as the first argument, got {describe(func)}:"
+                " write the function, then the loss scale."
+            )
         check_runs_at_once(func)
         check_loss_scale(scaling)
         self.func, self.scaling, self.has_aux = func, scaling, has_aux

@@ -265,3 +265,27 @@ def test_a_command_imports_what_it_needs():
     code = f"{run}main(['c=bf16; A: full | dynamic']); print({{*sys.modules}} & {{*{names}}})"
     result = run_python("-c", code)
     assert result.stdout.endswith("set()\n"), result.stdout
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+def make():
+    return lambda w, x: jnp.mean((x.astype({0}) @ w.astype({0})).astype("float32")), [
+        jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+"""
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("bfloat16", 0), ("float32", 1)])
+def test_an_audit_ends_with_the_code_of_its_check(dtype, code, tmp_path, capsys):
+    file = tmp_path / f"program_of_{dtype}.py"
+    file.write_text(PROGRAM.format(repr(dtype)))
+    check = ["--check", "compute=bf16", "--at-least", "0.99"]
+    assert run_jmpx("audit", f"{file}:make", *check) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Audit of <lambda>")
+    assert ("0 % of the FLOPs" in printed.err) == bool(code)
+
+
+def test_without_a_command_there_is_the_help(capsys):
+    assert run_jmpx() == 0
+    assert "python -m jmpx audit" in capsys.readouterr().out

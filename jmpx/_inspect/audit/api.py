@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Never, TypeAlias
 
 from jmpx._inspect.audit import hardware, hazards, leaks, rounding, summary
 from jmpx._inspect.audit.report import (
@@ -22,6 +22,7 @@ from jmpx._inspect.audit.step import (
 )
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
+from jmpx._inspect.text import refuse_arguments
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
@@ -34,7 +35,9 @@ _MOST = 12  # rules that are tried in one audit; each is one more trace
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
-def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable[..., Audit]:
+def audit(
+    fn: Callable[..., object], *args: Never, platform: str | None = None
+) -> Callable[..., Audit]:
     """Shows which operations of a train step run in which dtype, and where precision leaks.
 
     The function is traced, never run, so you can pass shapes. Modules of Haiku, Equinox, Linen and
@@ -45,6 +48,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
             a tuple that begins with one. Or a step that computes its own gradients. Any other
             function is audited as it is, without a gradient.
+        *args: none: the function that is returned takes the arguments of `fn`.
         platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to also find the float32 matmuls that
             this hardware would multiply in fewer bits; None skips that check. In a
             `lax.platform_dependent`, the audit follows the branch of this platform, or with None
@@ -60,7 +64,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
         `jmpx.inspect.ranges` runs the function once and measures the magnitudes of its values.
 
     Raises:
-        TypeError: when called, if `fn` is not callable.
+        TypeError: if arguments are given beside `fn`; when called, if `fn` is not callable.
         ValueError: if the platform is unknown; when called, if `fn` is a loss whose first argument
             holds no floating array.
 
@@ -75,6 +79,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
         >>> report.products[0].dtypes, report.products[0].flops
         ('bfloat16 x bfloat16', 524288)
     """
+    refuse_arguments("audit", args)
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'.")
 

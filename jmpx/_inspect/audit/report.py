@@ -182,9 +182,7 @@ class Audit(Report):
         gradient = "" if self.is_step else " and its gradient"
         yield f"Audit of {self.title}{gradient}{f' on {self.platform}' if self.platform else ''}"
         products = [(each.dtypes, each.flops, each.count) for each in self.products]
-        words = {
-            each: f"in 16 bits: {each.why}" if each.why else "in 8 bits" for each in self.eight_bits
-        }
+        words = {each: f"not: {each.why}" if each.why else "in 8 bits" for each in self.eight_bits}
         bits = [(text, each.flops, each.count) for each, text in words.items()]
         saved = [(dtype, nbytes, 0) for dtype, nbytes in self.saved.items()]
         casts = [(f"{c.source} -> {c.target}", c.nbytes, c.count) for c in self.casts]

@@ -277,8 +277,9 @@ def blamed_runs(
     for batch in batches:
         if type(batch) is not tuple:
             raise TypeError(
-                f"Expected batches that are tuples of the arguments of the function, got "
-                f"{describe(batch)}: write blame(func, policy)((params, x), (params, x2))."
+                "Expected batches that are tuples of the arguments of the function, got one "
+                f"of type {type(batch).__name__}: write each as a tuple of its own, as in "
+                "(params, x), (params, x2)."
             )
     applied = func if policy is None else apply_policy(func, policy)
     program = traced_program(applied, batches[0], None, with_gradient, RUN)

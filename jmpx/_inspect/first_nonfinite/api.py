@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,16 @@ from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, i
 from jmpx._inspect.graph import Graph, Node, Value, before, where
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.running import is_low, is_narrow, run_widened, scale_text, widened, with_arrays
+from jmpx._inspect.text import refuse_arguments
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.equations import place_of
 from jmpx._policies.map_strings import parse_rule
 from jmpx._scales.kinds import DynamicLossScale
 
 
-def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:
+def first_nonfinite(
+    fn: Callable[..., object], *args: Never
+) -> Callable[..., FirstNonfinite | None]:
     """Finds the operation that makes the first infinity or NaN, and the rule that fixes it.
 
     It runs the function once, equation by equation in one compiled program, and checks each
@@ -40,6 +43,7 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
             a tuple that begins with one. Or a step that computes its own gradients: gradients
             that it checks, as `jmpx.all_finite` does, count as results. Any other function runs as
             it is. Nothing is printed, and the modules among its arguments stay as they are.
+        *args: none: the function that is returned takes the arguments of `fn`.
 
     Returns:
         A function of the arguments of `fn` that returns a `jmpx.inspect.FirstNonfinite`, which
@@ -47,7 +51,8 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
         finite.
 
     Raises:
-        TypeError: when called, if `fn` is not callable, or an argument is a shape or traced.
+        TypeError: if the arguments of `fn` are given beside it; when called, if `fn` is not
+            callable, or an argument is a shape or traced.
         ValueError: when called, if `fn` is a loss whose first argument holds no floating array.
 
     Example:
@@ -64,6 +69,7 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
         >>> print(found.results[0], found.results[0].infs)
         float16[4,3], 12 inf 12
     """
+    refuse_arguments("first_nonfinite", args)
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:

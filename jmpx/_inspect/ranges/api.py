@@ -5,7 +5,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from jmpx._base.contexts import MEASURED
 from jmpx._base.dtypes import DTypeLike
@@ -26,7 +26,7 @@ from jmpx._inspect.ranges.counting import (
 )
 from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import scale_text, with_arrays
-from jmpx._inspect.text import columns, count_text
+from jmpx._inspect.text import columns, count_text, refuse_arguments
 from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _draw(axes: "Axes", kind: str, histogram: Histogram, shift: int) -> None:
 # --- The function ---
 
 
-def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
+def ranges(fn: Callable[..., object], *args: Never) -> Callable[..., Ranges]:
     """Runs a train step once in float32, and shows how large and how small its numbers are.
 
     Operations that were traced in 16 or 8 bits run in float32, too: casts in the function, in its
@@ -325,12 +325,14 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
             a tuple that begins with one. Or a step that computes its own gradients; if it scales
             its loss, its gradients count as scaled. Any other function runs as it is.
+        *args: none: the function that is returned takes the arguments of `fn`.
 
     Returns:
         A function of the arguments of `fn`, which are arrays, that returns a `jmpx.inspect.Ranges`.
 
     Raises:
-        TypeError: when called, if `fn` is not callable, or an argument is a shape or traced.
+        TypeError: if the arguments of `fn` are given beside it; when called, if `fn` is not
+            callable, or an argument is a shape or traced.
         ValueError: when called, if `fn` is a loss whose first argument holds no floating array, or
             if the program holds a `jax.shard_map`, where each device has numbers of its own.
 
@@ -350,6 +352,7 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         >>> found.loss_scale()
         32768.0
     """
+    refuse_arguments("ranges", args)
 
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
