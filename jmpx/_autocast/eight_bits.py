@@ -103,9 +103,9 @@ def product(operation: Operation) -> list[Value] | None:
     if asked is None or why_not(operation) != "" or purpose == MEASURED:
         return None
     (bits, rank), params, is_run = asked, operation.equation.params, purpose == RUN
-    device = default_device() if purpose is None else None
-    rule = operation.interpreter.regions.policy_map.rules[rank]
-    if device and (reasons := lacking_for([rule], device.device_kind, formats_of(device))):
+    device, rule = default_device(), operation.interpreter.regions.policy_map.rules[rank]
+    reasons = lacking_for([rule], device.device_kind, formats_of(device))
+    if reasons and purpose is None:
         raise ValueError(reasons[0])
     numbers = params["dimension_numbers"]
     config = _Config(
@@ -114,8 +114,9 @@ def product(operation: Operation) -> list[Value] | None:
         bits.blocks,
         bits.emulate,
         is_run,
-        # The units take one scale for an array; several multiply the sums instead.
-        after=bool(numbers[1][0]) or core.in_vmap(),
+        # GPUs take one scale for an array. Several multiply the sums instead, and so they do for
+        # TPUs, whose compiler multiplies in 8 bits what has no scale (seen for a TPU7x).
+        after=bool(numbers[1][0]) or core.in_vmap() or device.platform == "tpu",
         sharding=params.get("out_sharding"),
     )
     lhs, rhs = (value.to(dtype) for value in operation.values)

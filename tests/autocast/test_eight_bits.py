@@ -4,6 +4,7 @@ import bisect
 import functools
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import equinox as eqx
 import flax.linen as nn
@@ -19,6 +20,7 @@ from helpers.maps import AXIS, DEVICES, mesh_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
+from jmpx._autocast import eight_bits
 from jmpx._autocast.eight_bits import FEWEST
 from jmpx._base.contexts import INSPECTED, RUN, SHOWN, fact_set
 
@@ -491,3 +493,17 @@ def test_float32_sums_leave_a_product_where_reduce_says_so(members, rng):
         policy = FP8.replace(";", f",r={reduce};")
         grads = jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)(w, x)[-1]
         assert (grads == grads.astype(BF16).astype(F32)).all() == (reduce == "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_on_a_tpu_the_scales_multiply_the_sums(dtype, rng, monkeypatch):
+    loss = jmpx.apply_policy(loss_fn, f"c={dtype}; mlp: m=fp8")
+    emulated = jmpx.apply_policy(loss_fn, f"c={dtype}; mlp: m=fp8+emulate")
+    w, x = normal(rng, SIZE, SIZE) / 8, normal(rng, SIZE, SIZE)
+    expected = jax.grad(emulated)(w, x)
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU7x")
+    monkeypatch.setattr(eight_bits, "default_device", lambda: tpu)
+    assert_same_bits(jax.grad(loss)(w, x), expected)
+    tpu.device_kind = "TPU v5 lite"
+    with pytest.raises(ValueError, match="TPU v5 lite has no units for matmul=fp8"):
+        loss(w, x)
