@@ -5,6 +5,7 @@ Inner jaxprs are inlined, and structural nodes tie loops and branches to the pro
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections import deque
@@ -278,6 +279,19 @@ class Graph:
         around = [modules for modules in scopes if modules]
         outermost = frozenset.intersection(*around) if around else frozenset()
         return outermost if frozenset().union(*around) > outermost else frozenset()
+
+    @functools.cached_property
+    def live(self) -> frozenset[Node]:
+        """The nodes on which results or effects depend; a compiler drops the others."""
+
+        def read(node: Node) -> list[Value]:
+            around = (each for each in node.outwards if each.name == "cond" and each is not node)
+            return [*node.operands, *(each.operands[0] for each in around)]
+
+        # Nothing reads the condition of a while loop.
+        ends = [node for node in self.nodes if node.in_while or node.eqn.effects]
+        values = itertools.chain(self.outputs, *map(read, ends))
+        return frozenset([*ends, *Graph.back(values, read)])
 
     def selects_all(self, rule: Rule) -> bool:
         """Whether a rule selects an outermost module, and so the whole model."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import BF16, F16, F32
 from helpers.findings_of import found, line_of, shape
+from helpers.jaxprs import equations_of
 from helpers.planted_layer import FRAMEWORKS, planted
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -459,3 +460,18 @@ def test_the_embedding_of_linen_in_16_bits_is_found_and_mended():
     assert finding.place.line == line_of(by_hand)
     assert not hazards(by_hand, params, shape(100, dtype="int32"))
     assert not hazards(with_policy, params, tokens)
+
+
+def test_what_nothing_reads_is_no_hazard():
+    """The derivative of a maximum counts the numbers that are equal to it, also where it is 1."""
+
+    def loss_fn(w, x, labels):
+        logits = x @ w
+        labels = jax.nn.one_hot(labels, MANY)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(logits * labels, -1))
+
+    loss = jmpx.apply_policy(loss_fn, "c=bf16")
+    args = shape(8, MANY), shape(16, 8), shape(16, dtype=jnp.int32)
+    sums = [e for e in equations_of(jax.grad(loss), *args) if e.primitive.name == "reduce_sum"]
+    assert any(e.invars[0].aval.dtype == BF16 for e in sums)
+    assert "low-sum" not in [finding.name for finding in hazards(loss, *args)]

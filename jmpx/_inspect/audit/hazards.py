@@ -41,7 +41,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     Operations that a backward pass repeats are found in the forward pass. Only sums of gradients,
     of one row of a table or of one parameter, are its own.
     """
-    for node in step.graph.nodes:
+    for node in filter(step.graph.live.__contains__, step.graph.nodes):
         if node.name == CAST and ROUNDED in node.scope:
             yield from _gradient(step, node)
         elif node.is_carry and node.results[0].is_low:
