@@ -86,7 +86,7 @@ def test_flagsaver_in_its_other_forms(saved):
 
 BAD = [
     ("policy", "c=bf61", "Unknown dtype 'bf61' at position 2 of policy"),
-    ("policy", "", "Empty rule at position 0"),
+    ("policy", "", "Empty policy at position 0"),
     ("policy", None, "must have a value"),
     ("loss_scale", "", "Missing kind at position 0"),
     ("loss_scale", "dynamic,init=1+1", "got '1+1' at position 13"),
