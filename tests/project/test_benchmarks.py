@@ -138,7 +138,9 @@ def test_a_rule_puts_the_mlps_of_a_model_in_eight_bits(model):
 
 def test_a_rule_for_eight_bits_without_effect_is_an_error(monkeypatch):
     monkeypatch.setattr(eight_bits, "BATCH", 24)
-    with pytest.raises(UserWarning, match="no effect on the products there .an axis of 24 is no multiple of 16"):
+    with pytest.raises(
+        UserWarning, match="no effect on the products there .an axis of 24 is no multiple of 16"
+    ):
         eight_bits.measure("MLP", policy=eight_bits.POLICIES[2], seed=0, small=True)
 
 
