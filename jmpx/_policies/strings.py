@@ -184,13 +184,11 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
     if not part.value:
         raise ValueError(f"Empty policy{part.at}: write for example 'c=bf16'.")
     pieces = list(part.split(","))
-    for name, value in (piece.cut("=") for piece in pieces if "=" in piece.text):
+    for piece in pieces:
+        name, value = piece.cut("=")
         if re.match(r"[A-Z]|.*[*/]", name.value) and name.value.lower() not in (*keys, *ELSEWHERE):
-            rule = f"{name.value}: {value.value}"
-            raise ValueError(
-                f"Unexpected '='{name.at}: a rule has a colon, as {rule!r}, and follows a "
-                "semicolon."
-            )
+            rule = f"{name.value}: {value.value or 'full'}"
+            piece.refuse("=", f"a rule has a colon, as {rule!r}, and follows a semicolon")
     without_key = [piece for piece in pieces if "=" not in piece.text]
     given = by_name((piece.cut("=") for piece in pieces if "=" in piece.text), keys, ELSEWHERE)
     in_rule = "product" in keys
