@@ -112,7 +112,7 @@ NUMBERS = "peak, MiB", "over by hand", "estimate, ms", "over by hand", "kernels"
 VISITED = ("float32", "by hand", "MPX", "autocast")
 VISITED += ("by hand, marked blocks", "autocast, save")
 VISITED += ("by hand, marked blocks, all dots", "autocast, save attention")
-MORE = ("autocast, save mixed", *BY_ARGUMENTS)
+VISITED += ("autocast, save mixed", *BY_ARGUMENTS)
 SHOWN = {
     "ViT": ("H100", "vit", 4, 64, False, LOW),
     "language model": ("H100", "long_byte_model", 4, 16, False, LOW),
@@ -130,12 +130,12 @@ def costs(found: list[Record]) -> str:
     return table(("GPU compiler", "the step", *NUMBERS), rows)
 
 
-def short(found: list[Record], *more: str) -> str:
+def short(found: list[Record]) -> str:
     """Returns memory against time of the bfloat16 steps that are written out, for visitors."""
     groups = grouped(found, KEY)
     header = [f"{name}, {number}" for name in SHOWN for number in ("MiB", "peak", "time")]
     rows = []
-    for way in (*VISITED, *more):
+    for way in VISITED:
         row = [NAMES[way]]
         for lines in (groups[group] for group in SHOWN.values()):
             numbers = cells(lines[way], lines["by hand"]) if way in lines else [""] * 4

@@ -40,8 +40,8 @@ BLUE, RED, GREEN, SKY, ORANGE, _, GREY, INK = (f"C{number}" for number in range(
 PEAKS = {
     "float32": ("float32", GREY),
     tpu_compile.LOW_SCORES: ("bfloat16 by hand", INK),
-    "autocast": ("by=operations,c=bf16", SKY),
-    "autocast, save": ("…,save=products", BLUE),
+    "autocast": ("c=bf16", SKY),
+    "autocast, save": ("c=bf16,save=products", BLUE),
 }
 LINES = {  # the look of a way, its name, and the point of its line that has it
     "jmp": ({"color": ORANGE, "lw": 4, "ms": 6}, "JMP", -1),
@@ -56,7 +56,7 @@ COUNTS = {
 TRADES = {  # the look of a way, its label, and where that stands: points to the right and above
     "float32": (GREY, "float32", (-8, -3)),
     "by hand": (INK, "by hand", (8, 7)),
-    "autocast": (SKY, "by=operations", (8, -9)),
+    "autocast": (SKY, "c=bf16", (8, -9)),
     "by hand, marked blocks, all dots": (INK, "jax.checkpoint", (-49, -16)),
     "autocast, save attention": (GREEN, "…,save=products+attention", (8, 1)),
     "by hand, marked blocks": (INK, "", (0, 0)),

@@ -2,8 +2,8 @@
 
     python benchmarks/report.py
 
-`benchmarks/README.md` has the bars, README.md and docs/ the tables for visitors; the lines of all
-points are in `benchmarks/results/`.
+`benchmarks/README.md` has the bars, docs/ the tables for visitors; the lines of all points are in
+`benchmarks/results/`.
 """
 
 import re
@@ -128,20 +128,19 @@ STEPS = {  # how a step is written, and what it skips with
     "mpx": ("MPX", "`where`"),
     "jmp": ("JMP", "`where`"),
 }
-VISITED = ("handwritten_cond", "handwritten_cond_divide", "jmpx", "mpx", "jmp")
 
 
-def programs(found: list[Record], names: Iterable[str] = STEPS) -> str:
+def programs(found: list[Record]) -> str:
     """Returns the sizes of compiled float16 steps, and how long they compile."""
     found = [r for r in of(found, "compiled_step") if (r["dtype"], r["layers"]) == ("float16", 12)]
     chosen = {record["implementation"]: record for record in found}
     header = ("kernels", "MB accessed", "HLO instructions", "CPU seconds to compile")
     rows = []
-    for name in names:
+    for name, how in STEPS.items():
         line = chosen[name]
         counts = line["kernels"], line["bytes_accessed"] / 1e6, line["instructions"]
         cells = (f"{count:,.0f}" for count in counts)
-        rows.append((*STEPS[name], *cells, f"{line['compile_cpu_s']:.1f}"))
+        rows.append((*how, *cells, f"{line['compile_cpu_s']:.1f}"))
     return table(("the step", "skips with", *header), rows)
 
 
@@ -153,13 +152,12 @@ def pages() -> dict[Path, str]:
     stored = [r for r in records.read(storage.RESULTS) if records.version_of(r) == "0.10.2"]
     at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
-    peaks, gpu = tpu_compile.visited(tpu), records.read(gpu_compile.RESULTS)
-    on_gpu, page = gpu_compile.short(gpu), between(MARKS, headlines, PAGE.read_text())
+    gpu = records.read(gpu_compile.RESULTS)
+    page = between(MARKS, headlines, PAGE.read_text())
     page = between(tpu_compile.MARKS, tpu_compile.short(tpu), page)
-    more = tpu_compile.visited(tpu, tpu_compile.MIXED), gpu_compile.short(gpu, *gpu_compile.MORE)
+    peaks = tpu_compile.visited(tpu), gpu_compile.short(gpu)
     tables = {
-        "README.md": (programs(found, VISITED), peaks, on_gpu),
-        "docs/cost.md": (programs(found), *more, tpu_compile.costs(tpu), at_scale),
+        "docs/cost.md": (programs(found), *peaks, tpu_compile.costs(tpu), at_scale),
         "docs/eight_bits.md": (
             eight_bits.table(records.read(eight_bits.RESULTS)),
             gpu_compile.eight_bits(gpu),

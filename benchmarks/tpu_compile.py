@@ -136,7 +136,7 @@ WAYS = {  # how the tables name them, in this order
 SHORT = [way for way in WAYS if not way.endswith("carry")]
 LOW_SCORES = "by hand, low scores"
 OURS = ("autocast", "autocast, marked blocks", "autocast, save")
-VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS)
+VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS, MIXED)
 COSTS = ("by hand", LOW_SCORES, "by hand, marked blocks", f"{LOW_SCORES}, marked blocks", *OURS)
 COSTS += ("autocast, save mixed", "autocast, save attention")
 MODELS = {
@@ -206,9 +206,9 @@ def peaks(found: list[Record], corner: str, models: Iterable[Group], ways: Itera
     return table((corner, *map(title, models)), (row for row in rows if any(row[1:])))
 
 
-def visited(found: list[Record], *more: str) -> str:
-    """Returns the table of the README, or one that has more ways."""
-    return peaks(found, "MiB", (VIT, BYTES, TEXT, IMAGES), (*VISITED, *more))
+def visited(found: list[Record]) -> str:
+    """Returns the table for visitors."""
+    return peaks(found, "MiB", (VIT, BYTES, TEXT, IMAGES), VISITED)
 
 
 def costs(found: list[Record]) -> str:

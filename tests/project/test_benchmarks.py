@@ -198,7 +198,7 @@ def test_points_are_measured_once_and_printed(tmp_path, capsys):
 
 def test_the_pages_are_made_of_the_results():
     pages = report.pages()
-    assert pages.keys() >= {ROOT / "README.md", ROOT / "docs" / "cost.md"}
+    assert pages.keys() >= {ROOT / "benchmarks" / "README.md", ROOT / "docs" / "cost.md"}
     for path, text in pages.items():
         assert path.read_text() == text, path
     assert len([*report.bars(records.read(records.CPU))]) == 35

@@ -13,11 +13,12 @@ LINKS = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", PROSE)
 
 
 def test_it_is_short():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 90
+    assert len(re.sub(r"\]\([^)]*\)", "]", PROSE).split()) <= 500
 
 
 def test_python_blocks_run_from_top_to_bottom():
-    assert len(BLOCKS) == 2 and all(block.startswith(">>> ") for block in BLOCKS)
+    assert len(BLOCKS) == 3 and all(block.startswith(">>> ") for block in BLOCKS)
     run_python_blocks(ROOT / "README.md")
 
 
@@ -27,14 +28,7 @@ def test_it_has_two_commands_in_single_lines_that_name_what_exists():
         assert "\n" not in line and not line.endswith("\\")
     shown = [*COMMANDS, *re.findall(r"`([^`]*)`", PROSE)]
     files = {file for line in shown for file in re.findall(r"[\w/]+\.(?:py|sh)\b", line)}
-    assert files >= {
-        "examples/haiku/train.py",
-        "benchmarks/tpu_compile.py",
-        "benchmarks/gpu_compile.py",
-        "benchmarks/gpu_clock.py",
-        "benchmarks/pictures.py",
-    }
-    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert files == {"examples/haiku/train.py"} and (ROOT / "examples/haiku/train.py").exists()
 
 
 def test_ci_takes_both_commands_from_the_readme():
@@ -46,7 +40,7 @@ def test_ci_takes_both_commands_from_the_readme():
 def test_the_description_for_the_package_index_begins_as_it_does():
     texts = (README, (ROOT / "docs" / "description.md").read_text())
     first, description = (text.split("\n\n")[1].split() for text in texts)
-    assert first == description and len(first) > 50
+    assert first == description and len(first) > 25
 
 
 def anchors(page):
@@ -72,6 +66,6 @@ def test_its_links_lead_to_files_and_headings_that_exist():
 def test_it_shows_pictures_and_leads_to_the_manual():
     pictures = {Path(target).name for image, target in LINKS if image}
     drawn = {path.name for path in (ROOT / "benchmarks" / "results").glob("peak_memory.png")}
-    assert pictures == {"which_way.svg", "layers.png"} | drawn
+    assert pictures == drawn and len(drawn) == 1
     pages = {target.partition("#")[0] for _, target in LINKS if target.startswith("docs/")}
     assert {"docs/start.md", "docs/cost.md", "docs/reliability.md", "docs/index.md"} <= pages
