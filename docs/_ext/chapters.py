@@ -19,7 +19,7 @@ CHAPTERS = {
         *("audit", "nonfinite", "choose", "blame", "plan", "compare", "roundings", "matmul"),
         *("compiled", "eight_bits"),
     ],
-    "Scale up": ["sharding", "storage", "checkpoints"],
+    "Scale up": ["sharding", "storage", "checkpoints", "production"],
     "Coming from": [
         *("coming_from_jmp", "coming_from_torch", "coming_from_others", "migrate"),
     ],
