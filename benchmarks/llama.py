@@ -1,4 +1,4 @@
-"""Compiles a train step of a Llama for 64 or 256 TPU v5e, without the chips, in seven ways.
+"""Compiles a train step of a Llama for 64 or 256 TPU v5e, without the chips, in eight ways.
 
     pip install -e '.[bench,tpu]'
     python benchmarks/llama.py                         # what has no line yet
@@ -157,6 +157,7 @@ def by_arguments(model: Llama, policy: str | None = None) -> Step:
 WAYS: dict[str, Callable[[Llama], Step]] = {
     "float32": by_hand,
     "by hand": partial(by_hand, casts=LOW),
+    "by hand, cast before the loop": lambda model: steps.handwritten(model, LOW),
     "c=bf16": by_arguments,
     "c=bf16,r=f32": partial(by_arguments, policy="by=arguments,c=bf16,r=f32"),
     "autocast": autocast,

@@ -76,6 +76,7 @@ autocast = steps.autocast_style
 FP8, MXFP8 = ({"rules": f"; */mlp: m={word}"} for word in ("fp8", "mxfp8"))
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
 MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
+NORM_FIRST = {"norm_first": True}  # of ViTs
 ALL_DOTS = MARKED | {"saveable": jax.checkpoint_policies.dots_saveable}
 # Each way, and the fields of its model.
 TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
@@ -86,6 +87,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "by hand, marked blocks": (steps.handwritten, MARKED),
     "by hand, marked blocks, all dots": (steps.handwritten, ALL_DOTS),
     "by hand, low scores, marked blocks": (steps.handwritten, LOW_SCORES | MARKED),
+    "by hand, low scores, norm first": (steps.handwritten, LOW_SCORES | NORM_FIRST),
     "by hand, embedding summed in float32": (steps.handwritten, {"sums_wide": True}),
     "JMP": (steps.jmp_style, {}),
     "MPX": (steps.mpx_style, {}),
@@ -99,6 +101,8 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "gradient functions, cond": (partial(steps.jmpx_style, skip_by="cond"), {}),
     "autocast": (autocast, {}),
     "autocast, marked blocks": (autocast, MARKED),
+    "autocast, norm first": (autocast, NORM_FIRST),
+    "autocast, save, norm first": (partial(autocast, save="products"), NORM_FIRST),
     "autocast, save": (partial(autocast, save="products"), {}),
     "autocast, save mixed": (partial(autocast, save="products+mixed"), {}),
     "autocast, save attention": (partial(autocast, save="products+attention"), {}),

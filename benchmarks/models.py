@@ -144,6 +144,7 @@ class ViT(Transformer):
     deviation: float | None = 0.02
     image: int = 32
     patch: int = 4
+    norm_first: bool = False  # normalizes all tokens, before the one is taken that is classified
 
     def init(self, rng: np.random.Generator) -> Params:
         """Returns float32 parameters: 8 arrays besides those of the layers."""
@@ -163,7 +164,10 @@ class ViT(Transformer):
         x = affine(params["patches"], self._patches(images))
         first = jnp.broadcast_to(params["class"], (len(x), 1, self.width))
         x = jnp.concatenate([first, x], axis=1) + params["positions"]
-        return self._classify(params, self._blocks(params, x)[:, 0])
+        x = self._blocks(params, x)
+        if self.norm_first:
+            return affine(params["head"], self.normalized(params["norm"], x)[:, 0])
+        return self._classify(params, x[:, 0])
 
     def _patches(self, images: jax.Array) -> jax.Array:
         side = self.image // self.patch

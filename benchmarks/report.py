@@ -157,8 +157,10 @@ def pages() -> dict[Path, str]:
     page = between(tpu_compile.MARKS, tpu_compile.short(tpu), page)
     peaks = tpu_compile.visited(tpu), gpu_compile.short(gpu)
     tables = {
-        "docs/cost.md": (programs(found), *peaks, tpu_compile.costs(tpu), at_scale),
-        "docs/eight_bits.md": (
+        "docs/cost.md": (*peaks, tpu_compile.costs(tpu)),
+        "docs/overhead.md": (programs(found),),
+        "docs/llama.md": (at_scale,),
+        "docs/eight_bits_measured.md": (
             eight_bits.table(records.read(eight_bits.RESULTS)),
             gpu_compile.eight_bits(gpu),
         ),

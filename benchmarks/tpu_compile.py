@@ -43,6 +43,9 @@ WIDE = ("gradient functions", "gradient functions, r=f32")
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 VIT_WAYS = (*FOUR, *PEERS, *MARKED, *SCORES, MIXED, *WIDE)
 VIT_WAYS += ("module policies", "autocast, save attention")
+NORM_FIRST = ("by hand, low scores, norm first", "autocast, norm first")
+NORM_FIRST += ("autocast, save, norm first",)
+VIT_WAYS += NORM_FIRST
 TEXT_WAYS = (*FOUR, *PEERS, MARKED[1], *SCORES, MIXED, *WIDE, "autocast, save, with the loss")
 
 # Model, layers, batch, chips, whether scanned, and ways.
@@ -51,7 +54,7 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...]]] = [
     # A scan keeps what its body saves, for each layer; its carry may be float32.
     ("vit", 6, 32, "one", True, (*FOUR[:3], *MARKED, *CARRIES)),
     ("language_model", 6, 16, "one", False, TEXT_WAYS),
-    ("byte_model", 6, 16, "one", False, (*FOUR, *PEERS, MARKED[1], SCORES[0], MIXED)),
+    ("byte_model", 6, 16, "one", False, (*FOUR, *PEERS, MARKED[1], *SCORES, MIXED)),
     ("resnet", 50, 32, "one", False, (*FOUR, *PEERS)),
     # In which dtypes eight chips gather weights, and the bytes of larger batches.
     ("vit", 2, 32, "fsdp", False, FOUR[:3]),
@@ -129,6 +132,9 @@ WAYS = {  # how the tables name them, in this order
     "autocast, save, with the loss": "`c=bf16,save=products` around the loss, too",
     "by hand, marked blocks": "bfloat16 by hand, scaled in float32, blocks marked",
     "by hand, low scores, marked blocks": "bfloat16 by hand, scaled in bfloat16, blocks marked",
+    "by hand, low scores, norm first": "bfloat16 by hand, all tokens normalized",
+    "autocast, norm first": "`c=bf16`, all tokens normalized",
+    "autocast, save, norm first": "`c=bf16,save=products`, all tokens normalized",
     "autocast, marked blocks": "`c=bf16`, each block marked by hand",
     "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": "`c=bf16,save=products; op.scan: bf16`",

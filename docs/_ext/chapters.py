@@ -4,54 +4,66 @@ A page that no chapter names is put into one of its own, so that no page is lost
 """
 
 CHAPTERS = {
-    "Get started": ["start", "choosing", "which_way", "train_step", "notebooks/first_steps"],
+    "Get started": ["start", "choosing", "train_step", "notebooks/first_steps"],
     "Guides": [
-        *("policies", "loss_scaling", "autocast", "memory", "gradients", "flags"),
-        *("logging", "casts"),
-        "how_it_works",
+        *("policies", "loss_scaling", "autocast", "memory", "gradients", "matmul", "eight_bits"),
+        *("flags", "logging"),
     ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
-    "Models and hardware": [
-        *("language_models", "reinforcement_learning", "recurrent", "odes", "derivatives"),
-        *("recipes", "hardware"),
-    ],
-    "Inspect a program": [
-        *("audit", "nonfinite", "choose", "blame", "plan", "compare", "roundings", "matmul"),
-        *("compiled", "eight_bits"),
-    ],
+    "Models": ["known_models", "recipes", "language_models", "reinforcement_learning", "recurrent"],
+    "Inspect a program": ["audit", "nonfinite", "choose", "plan", "commands"],
     "Scale up": ["sharding", "storage", "checkpoints", "production"],
-    "Coming from": [
-        *("coming_from_jmp", "coming_from_torch", "coming_from_others", "migrate"),
-    ],
+    "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
     "More": [],
-    "Reference": ["reference/index", "results", "errors", "messages", "cost", "reliability"],
-    "The project": [
-        *("project/changelog", "project/contributing", "project/first_runs"),
-        *("how_it_is_built", "releasing"),
-    ],
+    "Reference": ["reference/index", "errors", "cost", "reliability", "project/changelog"],
 }
 OTHERS = "More"
+# Pages that the contents show where one is at the page above them, or at one of these.
+UNDER = {
+    "train_step": ["model_state"],
+    "policies": ["which_way", "public_programs"],
+    "autocast": ["transformations", "casts", "derivatives", "how_it_works"],
+    "eight_bits": ["eight_bits_measured"],
+    "flax_nnx": ["nnx_details"],
+    "language_models": ["kv_caches"],
+    "recurrent": ["odes"],
+    "choose": ["blame", "compare", "roundings"],
+    "plan": ["compiled", "hardware"],
+    "sharding": ["shard_map"],
+    "coming_from_jmp": ["migrate"],
+    "errors": ["messages", "results"],
+    "cost": ["overhead", "llama"],
+    "reliability": [
+        *("project/contributing", "project/first_runs", "how_it_is_built", "releasing"),
+    ],
+}
+
+
+def contents(caption: str, pages: list[str]) -> str:
+    """Returns a table of contents."""
+    options = [":hidden:", ":maxdepth: 1", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["```{toctree}", *options, "", *pages, "```"])
 
 
 def toctrees(names: set[str]) -> str:
     """Returns the tables of contents of the pages `names`."""
-    named = {page for pages in CHAPTERS.values() for page in pages}
+    under = {page for pages in UNDER.values() for page in pages}
+    named = {page for pages in CHAPTERS.values() for page in pages} | under
     chapters = CHAPTERS | {OTHERS: sorted(n for n in names - named if "/" not in n)}
     blocks = []
     for caption, pages in chapters.items():
-        there = [page for page in pages if page in names]
-        if there:
-            options = [":hidden:", ":maxdepth: 1", f":caption: {caption}"]
-            lines = ["```{toctree}", *options, "", *there, "```"]
-            blocks.append("\n".join(lines))
+        if there := [page for page in pages if page in names]:
+            blocks.append(contents(caption, there))
     return "\n\n".join(blocks)
 
 
 def add_chapters(app, docname, source):
-    """Appends the tables of contents to the first page."""
+    """Appends the tables of contents to the first page, and to those with pages under them."""
     if docname == "index":
         pages = set(app.env.found_docs) - {"index"}
         source[0] += "\n\n" + toctrees(pages) + "\n"
+    elif docname in UNDER:
+        source[0] += "\n\n" + contents("", UNDER[docname]) + "\n"
 
 
 def outdated(app, env, added, changed, removed):
