@@ -29,6 +29,12 @@ def test_a_page_runs_from_top_to_bottom(name):
     run_python_blocks(PAGES[name])
 
 
+def test_a_page_answers_one_question():
+    """A page of more words is two."""
+    words = {name: len(page.read_text().split()) for name, page in PAGES.items()}
+    assert {name: number for name, number in words.items() if number > 1800} == {}
+
+
 def test_every_program_is_run_by_a_test():
     left = {}
     for name, page in PAGES.items():
