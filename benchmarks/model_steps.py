@@ -81,6 +81,7 @@ ALL_DOTS = MARKED | {"saveable": jax.checkpoint_policies.dots_saveable}
 # Each way, and the fields of its model.
 TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "float32": (float32, {}),
+    "float32, norm first": (float32, NORM_FIRST),
     "by hand": (steps.handwritten, {}),
     "by hand, low scores": (steps.handwritten, LOW_SCORES),
     "by hand, cond": (partial(steps.handwritten, skip=steps.by_cond), {}),

@@ -87,8 +87,9 @@ def peak_memory() -> Any:
     tpu, gpu = records.read(tpu_compile.RESULTS), records.read(gpu_compile.RESULTS)
     on_tpu = records.grouped(tpu, tpu_compile.GROUP)
     on_gpu = records.grouped(gpu, gpu_compile.KEY)
+    vit = on_tpu[tpu_compile.VIT]  # of the form in which the step by hand needs the least
     shown = {
-        "ViT, TPU v5e": on_tpu[tpu_compile.VIT],
+        "ViT, TPU v5e": {way: vit[f"{way}, norm first"] for way in PEAKS},
         "ViT, H100": on_gpu[gpu_compile.SHOWN["ViT"]],
         "Language model, TPU v5e": on_tpu[tpu_compile.BYTES],
         "Language model, H100": on_gpu[gpu_compile.SHOWN["language model"]],

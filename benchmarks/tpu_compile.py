@@ -44,7 +44,7 @@ CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 
 VIT_WAYS = (*FOUR, *PEERS, *MARKED, *SCORES, MIXED, *WIDE)
 VIT_WAYS += ("module policies", "autocast, save attention")
 NORM_FIRST = ("by hand, low scores, norm first", "autocast, norm first")
-NORM_FIRST += ("autocast, save, norm first",)
+NORM_FIRST += ("autocast, save, norm first", "float32, norm first")
 VIT_WAYS += NORM_FIRST
 TEXT_WAYS = (*FOUR, *PEERS, MARKED[1], *SCORES, MIXED, *WIDE, "autocast, save, with the loss")
 
@@ -115,6 +115,7 @@ def compiled(make: Callable[[], Any]) -> Record:
 MARKS = "<!-- table, by tpu_compile.py -->", "<!-- end of TPU v5e -->"
 WAYS = {  # how the tables name them, in this order
     "float32": "float32",
+    "float32, norm first": "float32, all tokens normalized",
     "by hand": "bfloat16 by hand, scores scaled in float32",
     "by hand, low scores": "bfloat16 by hand, scores scaled in bfloat16",
     "JMP": "JMP",
@@ -142,7 +143,8 @@ WAYS = {  # how the tables name them, in this order
 SHORT = [way for way in WAYS if not way.endswith("carry")]
 LOW_SCORES = "by hand, low scores"
 OURS = ("autocast", "autocast, marked blocks", "autocast, save")
-VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS, MIXED)
+VISITED = ("float32", "by hand", LOW_SCORES, f"{LOW_SCORES}, marked blocks", "MPX", *OURS, MIXED)
+VISITED += ("float32, norm first", *NORM_FIRST[:3])
 COSTS = ("by hand", LOW_SCORES, "by hand, marked blocks", f"{LOW_SCORES}, marked blocks", *OURS)
 COSTS += ("autocast, save mixed", "autocast, save attention")
 MODELS = {
@@ -219,10 +221,10 @@ def visited(found: list[Record]) -> str:
 
 def costs(found: list[Record]) -> str:
     """Returns what the ViT needs in the ways that a user has to save memory."""
-    header = (title(VIT), "peak, MiB", "GFLOP", "GB accessed", "GB from and to HBM")
+    header = (title(VIT), "peak, MiB", "GFLOP", "GB accessed", "GB from and to HBM", "Mcycles")
     lines = grouped(found, GROUP).get(VIT, {})
-    keys = {"peak_mib": 0, "gflop": 0, "gb_accessed": 1, "gb_hbm": 1}  # and their digits
-    cell = lambda line, key: f"{line[key]:,.{keys[key]}f}" if key in line else ""  # noqa: E731
+    keys = {"peak_mib": 0, "gflop": 0, "gb_accessed": 1, "gb_hbm": 1, "mcycles": 1}  # and digits
+    cell = lambda line, key: f"{line[key]:,.{keys[key]}f}" if line.get(key) else ""  # noqa: E731
     rows = ((WAYS[w], *(cell(lines[w], key) for key in keys)) for w in COSTS if w in lines)
     return table(header, rows)
 

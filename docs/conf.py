@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_llms_txt",  # llms.txt and llms-full.txt, the pages as one text
     "chapters",
     "docstrings",
     "figures",
@@ -66,7 +67,7 @@ html_favicon = "_static/icon.svg"
 html_css_files = ["jmpx.css"]
 html_js_files = ["versions.js", "switcher.js"]
 html_search_scorer = str(HERE / "_ext" / "search.js")
-html_copy_source = False
+html_show_sourcelink = False  # the sources are there for llms.txt alone
 html_use_index = False  # the reference lists all names
 html_context = {"default_mode": "auto"}
 html_show_sphinx = False

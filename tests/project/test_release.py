@@ -46,6 +46,18 @@ def test_the_citation_is_that_of_the_metadata():
     assert set(citation["keywords"]) == set(SETUP["metadata"]["keywords"].split(", "))
 
 
+def test_the_conda_recipe_is_that_of_the_metadata():
+    yaml = pytest.importorskip("yaml")
+    recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text())
+    assert (
+        recipe["context"]["version"] == version() and recipe["package"]["name"] == METADATA["name"]
+    )
+    needed = [f"python{OPTIONS['python_requires']}", *OPTIONS["install_requires"].split()]
+    assert [each.replace(" ", "") for each in recipe["requirements"]["run"]] == needed
+    about = recipe["about"]
+    assert (about["summary"], about["license"]) == (METADATA["description"], METADATA["license"])
+
+
 def test_an_address_in_the_metadata_is_that_of_the_package(tmp_path):
     text = (ROOT / "setup.cfg").read_text()
     address = "https://example.org/jmpx"
