@@ -46,8 +46,9 @@ def audit(
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its own gradients. Any other
-            function is audited as it is, without a gradient.
+            a tuple that begins with one. It may take gradients inside, as of an energy. Or a step
+            that computes its own gradients. Any other function is audited as it is, without a
+            gradient.
         *args: none: the function that is returned takes the arguments of `fn`.
         platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to also find the float32 matmuls that
             this hardware would multiply in fewer bits; None skips that check. In a
@@ -88,7 +89,7 @@ def audit(
         hardware = None if platform is None else _PLATFORMS[platform]
         graph = Graph(program := traced_program(fn, args, kwargs), hardware)
         return Audit(
-            title=program.name,
+            title=program.name + " (a step, or a loss with new parameters)" * program.is_unclear,
             is_step=not program.is_differentiated,
             platform=hardware,
             products=summary.products(graph),
