@@ -293,6 +293,17 @@ class Graph:
         values = itertools.chain(self.outputs, *map(read, ends))
         return frozenset([*ends, *Graph.back(values, read)])
 
+    def without_dropped(self) -> "Graph":
+        """Leaves out the products of gradients that the program drops, as of an input.
+
+        The products of a loss whose value nothing reads stay: its gradient is compared with them.
+        """
+        dropped = {n for n in self.nodes if n.is_backward and n.is_product} - self.live
+        self.nodes = [node for node in self.nodes if node not in dropped]
+        for value in {value for node in dropped for value in node.operands}:
+            value.readers = [node for node in value.readers if node not in dropped]
+        return self
+
     def selects_all(self, rule: Rule) -> bool:
         """Whether a rule selects an outermost module, and so the whole model."""
         return any(rule.matches(*module) for module in self.outermost)

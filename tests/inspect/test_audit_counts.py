@@ -71,6 +71,33 @@ def test_loops_and_branches_run_as_often_as_their_lengths_say():
     assert report.products == float32_products(1) and report.has_while
 
 
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+def test_products_of_a_gradient_that_is_dropped_do_not_count():
+    def layer(x, w):
+        return jnp.tanh(product(x, w)), None
+
+    def loss(w, x):
+        return lax.scan(layer, x, w)[0].sum()
+
+    args = shape(3, N, N), W
+    assert audited(loss, *args).products == float32_products(9)  # each trip but one needs it
+    assert audited(lambda w, x: product(x, w).sum(), W, W).products == float32_products(2)
+    assert audited(lambda w, x: (x @ w).sum(), W, W).products == float32_products(2)
+
+    def step(w, x):
+        return w - jax.grad(lambda w, x: (product(x, w) ** 2).sum(), argnums=(0, 1))(w, x)[0]
+
+    report = audited(step, BF16_W, BF16_W)  # the value of this loss is read by nothing
+    assert [row.count for row in report.products] == [2] and not report.findings
+
+
 def test_shards_count_for_one_device():
     mesh = Mesh(np.array(jax.devices()[:2]), "d")
     fn = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))

@@ -87,7 +87,8 @@ def audit(
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: object, **kwargs: object) -> Audit:
         hardware = None if platform is None else _PLATFORMS[platform]
-        graph = Graph(program := traced_program(fn, args, kwargs), hardware)
+        program = traced_program(fn, args, kwargs)
+        graph = Graph(program, hardware).without_dropped()
         return Audit(
             title=program.name + " (a step, or a loss with new parameters)" * program.is_unclear,
             is_step=not program.is_differentiated,
@@ -237,5 +238,5 @@ class _Trials:
             program = self._graph.program.with_rules(rule)
         except Exception:  # such as JAX's for a loop whose carry would change its dtype
             return None
-        graph = Graph(program, self._platform)
+        graph = Graph(program, self._platform).without_dropped()
         return _seen(graph, _find(graph, self._platform))
