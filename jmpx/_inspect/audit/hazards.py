@@ -90,7 +90,9 @@ def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[Untried
     hazard = _HAZARDS[node.name](node, dtype)
     if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
         severity, what = hazard
-        advice = f"x.astype(jnp.float32) before {node.name}"
+        # A cast right before a cosine would widen angles that are rounded.
+        angles = "the product that makes the angles of " * (_HAZARDS[node.name] is _periodic)
+        advice = f"x.astype(jnp.float32) before {angles}{node.name}"
         message = f"{node.name} in {dtype.name} {what}."
         yield step.found(_EXP, severity, node, message, advice, nbytes=_low_nbytes(node))
 
@@ -130,8 +132,9 @@ def _power(node: Node, dtype: np.dtype) -> _Hazard:
 
 
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
-    text = f"of numbers beyond {_largest_count(dtype)} is noise: they are rounded to steps of 2"
-    return "medium", f"{text} and more"
+    error, limit = 4 * float(jnp.finfo(dtype).eps), _largest_count(dtype)
+    text = f"reads angles that are off by up to {error:.1g} near 8, and by 1 above {limit}"
+    return "medium", text
 
 
 def _is_derivative(node: Node) -> bool:
@@ -234,9 +237,10 @@ def _named_axes(node: Node) -> list[str]:
 def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str]) -> UntriedFinding:
     over = ", ".join(map(repr, axes))
     message = f"{node.name} over {over} sums in {dtype.name}, which keeps {_digits(dtype)}."
-    advice = (
-        "r=f32 in the policy of jmpx's gradient functions, or the cast to float32 before the sum"
-    )
+    advice = "x.astype(jnp.float32) before the sum"
+    behind = Graph.back(node.operands, lambda each: each.operands)
+    if any(each.is_backward for each in behind):
+        advice = f"r=f32 in the policy of jmpx.value_and_grad if that makes x, or {advice}"
     select = None if node.is_backward else node.selector
     rules = () if select is None else (f"{select}: full",)
     nbytes = _low_nbytes(node)
