@@ -34,6 +34,8 @@ ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 
 # Primitives whose computation no jaxpr shows, or only the jaxpr of a kernel; names begin like this.
 HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
+# The same, and the kernels of cuDNN, Triton and TPUs, which have primitives of their own.
+KERNELS = (*HIDING, "dot_product_attention", "triton_kernel_call", "tpu_custom_call")
 FOREIGN = "ffi_call"  # calls a compiled function, which may be a kernel
 
 

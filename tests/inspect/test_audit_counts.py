@@ -113,6 +113,36 @@ def test_operations_whose_products_are_unknown_are_named():
     assert report.products == float32_products(1)
 
 
+def scaled(w, x):
+    formats = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    return jax.nn.scaled_dot_general(x, w, (((1,), (0,)), ((), ())), configs=formats)
+
+
+def grouped(w, x):
+    return lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([3, len(x) - 3], jnp.int32))
+
+
+def iterated(w, x):
+    return jax.scipy.sparse.linalg.cg(lambda x: w @ x, x)[0]
+
+
+@pytest.mark.parametrize(
+    "fn, count, names",
+    [
+        (scaled, 2, ()),
+        (grouped, 2, ()),
+        (jax.jit(grouped), 2, ()),
+        (lambda w, x: lax.platform_dependent(w, x, default=scaled), 2, ()),
+        (iterated, 2, ("custom_linear_solve",)),  # for the first residual, and the gradient's
+    ],
+)
+def test_products_of_primitives_of_jax_count_or_are_named(fn, count, names):
+    n = 32
+    report = audited(lambda w, x: jnp.mean(fn(w, x) ** 2), shape(n, n), shape(n, n))
+    assert (sum(row.count for row in report.products), report.uncounted) == (count, names)
+    assert sum(row.flops for row in report.products) == count * 2 * n**3
+
+
 sizes = st.integers(1, 5)
 
 
