@@ -134,6 +134,14 @@ class Value:
         return self.size * self.dtype.itemsize
 
     @property
+    def numbers(self) -> np.ndarray:
+        """The numbers of a constant or a literal, in float64; none if they are not known."""
+        try:
+            return np.asarray([] if self.constant is None else self.constant, np.float64)
+        except TypeError:  # an abstract array
+            return np.empty(0)
+
+    @property
     def is_low(self) -> bool:
         """Whether it is a floating array of 16 bits."""
         return self.dtype in LOW

@@ -55,6 +55,7 @@ class Program:
     chosen: frozenset[str]  # the paths of modules whose policy a rule or their class gives
     mapped_by: frozenset[str]  # the public functions that took a policy map: rules can be added
     call: _Call  # the function, and how it was traced
+    parameters: range  # which inputs are in the first argument
     gradients: int = 0  # how many of the last results are gradients of a loss
 
     @property
@@ -134,6 +135,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         given = (run_on, (state, *args)) if call.with_state else (run, args)
         traced, is_loss = _traced(*given, kwargs, is_loss)
         met = [(session, each) for session in sessions for each in session.met]
+        sizes = [sum(map(_is_array, jax.tree.leaves(each))) for each in args[:2]]
         chosen = {each.module.path for session, each in met if _is_chosen(session, each)}
     return Program(
         name_of(call.fn),
@@ -147,6 +149,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         chosen=frozenset(chosen),
         mapped_by=frozenset(mapped_by),
         call=call,
+        parameters=range(sizes[0], sum(sizes)),
         gradients=len(_differentiated(args[1])) if is_loss else 0,
     )
 

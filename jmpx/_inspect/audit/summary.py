@@ -64,13 +64,10 @@ def _totals(rows: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, in
 
 
 def uncounted(graph: Graph) -> tuple[str, ...]:
-    """Returns the names of operations whose products are unknown, such as `pallas_call`.
-
-    They are kernels, and operations such as a linear solve that hold products in inner jaxprs.
-    """
+    """Returns the names of operations whose products are unknown, such as `pallas_call`."""
 
     def is_hiding(node: Node) -> bool:
-        is_leaf = not (node.is_structure or node.is_product)
+        is_leaf = not (node.is_structure or node.is_product)  # a linear solve has inner jaxprs
         return node.name.startswith(KERNELS) or (is_leaf and holds(node.eqn, _is_product))
 
     return tuple(dict.fromkeys(node.name for node in graph.nodes if is_hiding(node)))
