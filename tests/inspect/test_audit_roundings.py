@@ -66,6 +66,17 @@ def test_a_matrix_in_float32_is_no_hazard_also_if_it_is_made_of_rounded_numbers(
     assert not found(loss, shape(9, 3), shape(9, 3), names=("low-linalg",))
 
 
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_products_of_a_decomposed_matrix_and_of_its_gradient_are_meant_to_be_in_float32(name):
+    def loss(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x.astype(BF16) @ w.astype(BF16))
+        points = x.astype(F32)
+        return jnp.mean(DECOMPOSED[name][0](points @ points.T + jnp.eye(len(x))))
+
+    assert not found(loss, shape(5, 5), shape(5, 5))
+
+
 def test_a_rounded_argument_that_is_decomposed():
     loss = lambda w, x: jnp.mean(jnp.linalg.solve(w.astype(F32), x.astype(F32)))  # noqa: E731
     args = shape(4, 4), shape(4, 2)

@@ -22,6 +22,7 @@ from jmpx._inspect.audit.values import (
     unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before
+from jmpx._jaxprs.equations import DECOMPOSITIONS
 from jmpx._jaxprs.marks import ROUNDED
 
 _EXP = FindingKind("low-exp", Remedies.wider_operations)
@@ -52,7 +53,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             yield from _gradient(step, node)
         elif node.is_carry and node.results[0].is_low:
             yield from _carry(step, node)
-        elif node.name in _DECOMPOSITIONS and not node.is_backward:
+        elif node.name in DECOMPOSITIONS and not node.is_backward:
             yield from _linalg(step, node)
         elif node.name in (CAST, "iota") and node.results[0].is_low and not node.is_backward:
             yield from _integer(step, node)
@@ -168,15 +169,12 @@ _HAZARDS: dict[str, Callable[[Node, np.dtype], _Hazard]] = {
 
 # --- Linear algebra ---
 
-# They have no kernels of 16 bits: a rounded matrix is cast up before them.
-_DECOMPOSITIONS = frozenset("cholesky eig eigh lu qr schur svd triangular_solve".split())
-
 
 def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about a matrix whose elements were rounded since a product made them."""
 
     def through(node: Node) -> list[Value]:
-        return [] if node.is_product or node.name in _DECOMPOSITIONS else node.operands
+        return [] if node.is_product or node.name in DECOMPOSITIONS else node.operands
 
     matrix, graph = node.operands[0], step.graph
     values = [matrix, *(v for each in Graph.back([matrix], through) for v in through(each))]

@@ -21,7 +21,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
@@ -212,10 +212,13 @@ class Streams:
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
 
-        A product that sums over all axes counts as a norm, which is meant to be in float32.
+        A product that sums over all axes counts as a norm, which is meant to be in float32, and so
+        does one that makes a matrix to decompose.
         """
         place, program = where(node.scope), self._graph.program
         if place.is_full or (node.is_product and (is_precise(node.eqn) or _is_inner(node))):
+            return True
+        if node.is_product and _is_decomposed(node):
             return True
         policy = self._graph.policy(node)
         if place.module is None or not policy or compute_dtype(policy) not in WIDE:
@@ -261,6 +264,12 @@ def _is_inner(node: Node) -> bool:
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
     of_both = [node.operands[0].shape[axis] for axis in (*contracted, *batch)]
     return [value.size for value in node.operands[:2]] == [math.prod(of_both)] * 2
+
+
+def _is_decomposed(product: Node) -> bool:
+    """Whether a result of a product reaches a decomposition before another product."""
+    through = lambda node: [] if node.is_product else node.results  # noqa: E731
+    return any(node.name in DECOMPOSITIONS for node in Graph.forward(product.results, through))
 
 
 # --- Rules that may fix findings ---
