@@ -179,6 +179,7 @@ def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     matrix, graph = node.operands[0], step.graph
     values = [matrix, *(v for each in Graph.back([matrix], through) for v in through(each))]
     low = [v for v in values if v.is_low and v.shape[-2:] == matrix.shape[-2:]]
+    low = [value for value in low if _is_of_data(value)]  # no mask, and no identity
     if not low:
         return
     advice = "x.astype(jnp.float32) before the code that makes the matrix"
@@ -198,6 +199,13 @@ def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     flops = sum(each.flops for each in graph.nodes if each.is_product and step.key(each) in keys)
     found = step.found(_LINALG, severity, node, text, advice, flops=flops)
     yield found._replace(nodes=[*makers, node])
+
+
+def _is_of_data(value: Value) -> bool:
+    """Whether a value depends, by its numbers, on floating arrays that the program is given."""
+    floats = lambda node: [v for v in node.operands if v.is_low or v.is_wide]  # noqa: E731
+    behind = (v for node in Graph.back([value], floats) for v in floats(node))
+    return any(each.kind in ("input", "const") for each in (value, *behind))
 
 
 # --- Integers ---

@@ -88,6 +88,10 @@ class Streams:
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
         self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        # Products that make a matrix to decompose, and the nodes between the two.
+        decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
+        through = lambda node: [] if node.is_product else node.operands  # noqa: E731
+        self._decomposed = frozenset(Graph.back(decomposed, through))
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -212,13 +216,13 @@ class Streams:
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
 
-        A product that sums over all axes counts as a norm, which is meant to be in float32, and so
-        does one that makes a matrix to decompose.
+        A product that sums over all axes counts as a norm, which is meant to be in float32. So is a
+        matrix to decompose.
         """
         place, program = where(node.scope), self._graph.program
-        if place.is_full or (node.is_product and (is_precise(node.eqn) or _is_inner(node))):
+        if place.is_full or node in self._decomposed:
             return True
-        if node.is_product and _is_decomposed(node):
+        if node.is_product and (is_precise(node.eqn) or _is_inner(node)):
             return True
         policy = self._graph.policy(node)
         if place.module is None or not policy or compute_dtype(policy) not in WIDE:
@@ -264,12 +268,6 @@ def _is_inner(node: Node) -> bool:
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
     of_both = [node.operands[0].shape[axis] for axis in (*contracted, *batch)]
     return [value.size for value in node.operands[:2]] == [math.prod(of_both)] * 2
-
-
-def _is_decomposed(product: Node) -> bool:
-    """Whether a result of a product reaches a decomposition before another product."""
-    through = lambda node: [] if node.is_product else node.results  # noqa: E731
-    return any(node.name in DECOMPOSITIONS for node in Graph.forward(product.results, through))
 
 
 # --- Rules that may fix findings ---
