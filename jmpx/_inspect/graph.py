@@ -134,6 +134,14 @@ class Value:
         return self.size * self.dtype.itemsize
 
     @property
+    def numbers(self) -> np.ndarray:
+        """The numbers of a constant or a literal, in float64; none if they are not known."""
+        try:
+            return np.asarray([] if self.constant is None else self.constant, np.float64)
+        except TypeError:  # an abstract array
+            return np.empty(0)
+
+    @property
     def is_low(self) -> bool:
         """Whether it is a floating array of 16 bits."""
         return self.dtype in LOW
@@ -292,6 +300,17 @@ class Graph:
         ends = [node for node in self.nodes if node.in_while or node.eqn.effects]
         values = itertools.chain(self.outputs, *map(read, ends))
         return frozenset([*ends, *Graph.back(values, read)])
+
+    def without_dropped(self) -> "Graph":
+        """Leaves out the products of gradients that the program drops, as of an input.
+
+        The products of a loss whose value nothing reads stay: its gradient is compared with them.
+        """
+        dropped = {n for n in self.nodes if n.is_backward and n.is_product} - self.live
+        self.nodes = [node for node in self.nodes if node not in dropped]
+        for value in {value for node in dropped for value in node.operands}:
+            value.readers = [node for node in value.readers if node not in dropped]
+        return self
 
     def selects_all(self, rule: Rule) -> bool:
         """Whether a rule selects an outermost module, and so the whole model."""

@@ -1,13 +1,14 @@
 """Traces the program that a report inspects: a train step, as a jaxpr.
 
 A loss is differentiated in its first argument; a step computes its own gradients. A function is a
-loss if it returns a floating scalar and its equations hold no backward pass.
+loss if it returns a floating scalar: see `_is_loss`.
 """
 
 import dataclasses
 import functools
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import any_holds, is_backward
-from jmpx._jaxprs.marks import Array, Jaxpr
+from jmpx._jaxprs.inner import any_holds, holds, inner_of, is_backward, walk
+from jmpx._jaxprs.marks import Array, Equation, Jaxpr
 from jmpx._policies.maps import Rule, trial_rules
 from jmpx._policies.registry import call_marked
 
@@ -48,11 +49,13 @@ class Program:
     arrays: Sequence[Array]  # the inputs of the jaxpr, among the arguments, or their shapes
     names: Sequence[str]  # the names of these inputs, such as `params['w']`
     is_differentiated: bool  # whether it is a loss, with the gradient in its first argument
+    is_unclear: bool  # whether it may be a loss, or a step: it is taken for a step
     has_backward: bool  # whether it holds a backward pass
     policies: dict[str, str]  # the policies of modules that an adapter ran, by their paths
     chosen: frozenset[str]  # the paths of modules whose policy a rule or their class gives
     mapped_by: frozenset[str]  # the public functions that took a policy map: rules can be added
     call: _Call  # the function, and how it was traced
+    parameters: range  # which inputs are in the first argument
     gradients: int = 0  # how many of the last results are gradients of a loss
 
     @property
@@ -132,31 +135,34 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         given = (run_on, (state, *args)) if call.with_state else (run, args)
         traced, is_loss = _traced(*given, kwargs, is_loss)
         met = [(session, each) for session in sessions for each in session.met]
+        sizes = [sum(map(_is_array, jax.tree.leaves(each))) for each in args[:2]]
         chosen = {each.module.path for session, each in met if _is_chosen(session, each)}
     return Program(
         name_of(call.fn),
         traced.jaxpr,
         traced.arrays,
         _names(*args, **kwargs),
-        is_differentiated=is_loss,
-        has_backward=is_loss or any_holds(traced.jaxpr, is_backward),
+        is_differentiated=bool(is_loss),
+        is_unclear=is_loss is None,
+        has_backward=bool(is_loss) or any_holds(traced.jaxpr, is_backward),
         policies={each.module.path: _policy_of(each) for _, each in met},
         chosen=frozenset(chosen),
         mapped_by=frozenset(mapped_by),
         call=call,
+        parameters=range(sizes[0], sum(sizes)),
         gradients=len(_differentiated(args[1])) if is_loss else 0,
     )
 
 
 def _traced(
     run: Callable[..., PyTree], args: PyTree, kwargs: PyTree, is_loss: bool | None
-) -> tuple[core.Traced, bool]:
-    """Traces a function, with its gradient if it is a loss; returns whether it is one."""
+) -> tuple[core.Traced, bool | None]:
+    """Traces a function, with its gradient if it is a loss; returns `_is_loss`."""
     if not is_loss:
         traced = core.trace(run, args, kwargs, _is_array)
-        is_step = is_loss is False or any_holds(traced.jaxpr, is_backward)
-        if is_step or not _returns_loss(traced):
-            return traced, False
+        found = False if is_loss is False else _is_loss(traced, args[1:2])
+        if not found:
+            return traced, found
     with warnings.catch_warnings():
         if is_loss is None:
             warnings.simplefilter("ignore")  # The first trace has given each warning.
@@ -167,13 +173,49 @@ def _is_array(leaf: object) -> bool:
     return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _returns_loss(traced: core.Traced) -> bool:
-    """Whether a function returns a loss: a floating scalar, alone or before auxiliary results."""
+def _is_loss(traced: core.Traced, first: PyTree) -> bool | None:
+    """Whether a function returns a loss, to be differentiated in `first`; None if it is unclear.
+
+    The loss of a step does not depend on the backward pass in it, unlike a loss with forces. If it
+    does, and new parameters are returned, too, as by a training loop, the function may be either.
+    """
+    if not _returns_scalar(traced) or not any_holds(traced.jaxpr, is_backward):
+        return _returns_scalar(traced)
+    is_behind, *others = _behind_gradients(traced.jaxpr, [False] * len(traced.jaxpr.in_avals))
+    results = zip(traced.jaxpr.out_avals[1:], others, strict=True)
+    made = Counter((aval.shape, aval.dtype) for aval, is_made in results if is_made)
+    leaves = jax.tree.leaves(first)
+    given = Counter((leaves[i].shape, leaves[i].dtype) for i in _differentiated(first))
+    return is_behind and (None if given <= made else True)
+
+
+def _returns_scalar(traced: core.Traced) -> bool:
+    """Whether a function returns a floating scalar, alone or before auxiliary results."""
     avals = traced.jaxpr.out_avals
     if not avals or avals[0].shape or not jnp.issubdtype(avals[0].dtype, jnp.floating):
         return False
     result = traced.rebuild(range(len(avals)))
     return result == 0 or (isinstance(result, tuple) and len(result) > 0 and result[0] == 0)
+
+
+def _behind_gradients(jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on a backward pass, or on these operands."""
+
+    def step(eqn: Equation, operands: Sequence[bool]) -> Sequence[bool]:
+        inner = inner_of(eqn)
+        if inner is None or is_backward(eqn):
+            return [any(operands) or holds(eqn, is_backward)] * len(eqn.outvars)
+        given, before = list(operands[inner.first :]), None
+        results = list[bool]()
+        while given != before:  # A loop reads its carry in the next trip.
+            columns = zip(*(_behind_gradients(each, given) for each in inner.jaxprs), strict=True)
+            results, before = list(map(any, columns)), given.copy()
+            carry = range(inner.consts, inner.consts + inner.carry)
+            for i, result in zip(carry, results, strict=False):
+                given[i] |= result
+        return results
+
+    return walk(jaxpr, operands, step, lambda atom, constant: False)
 
 
 def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> core.Traced:

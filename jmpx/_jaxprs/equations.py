@@ -32,8 +32,13 @@ EXCHANGES = frozenset(
 # The result has the numbers of the operand, rounded.
 ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 
+# Linear algebra, which has no kernels of 16 bits: a rounded matrix is cast up before it.
+DECOMPOSITIONS = frozenset("cholesky eig eigh lu qr schur svd triangular_solve".split())
+
 # Primitives whose computation no jaxpr shows, or only the jaxpr of a kernel; names begin like this.
 HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
+# The same, and the kernels of cuDNN, Triton and TPUs, which have primitives of their own.
+KERNELS = (*HIDING, "dot_product_attention", "triton_kernel_call", "tpu_custom_call")
 FOREIGN = "ffi_call"  # calls a compiled function, which may be a kernel
 
 

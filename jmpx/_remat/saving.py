@@ -13,13 +13,11 @@ from jmpx._base.messages import SAVES, describe, did_you_mean
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Primitive, operation_name
-from jmpx._jaxprs.equations import HIDING
+from jmpx._jaxprs.equations import KERNELS
 from jmpx._jaxprs.inner import PRODUCTS, any_holds, holds, sums, variables
 from jmpx._jaxprs.marks import Params
 
 SAVED = "jmpx_saved"  # the `checkpoint_name` of saved arrays
-# The names of kernels begin with these: the last two are of cuDNN and of Triton.
-_KERNELS = (*HIDING, "dot_product_attention", "triton_kernel_call")
 
 
 def keeps_residuals(equation: Equation) -> bool:
@@ -34,7 +32,7 @@ def keeps_residuals(equation: Equation) -> bool:
 def _is_costly(equation: Equation) -> bool:
     """Whether an equation is a product, or a kernel of Pallas, of cuDNN or of foreign code."""
     name = operation_name(equation.primitive.name)
-    is_kernel = name.startswith(_KERNELS) and any(map(core.is_floating, equation.outvars))
+    is_kernel = name.startswith(KERNELS) and any(map(core.is_floating, equation.outvars))
     return is_kernel or name in PRODUCTS
 
 

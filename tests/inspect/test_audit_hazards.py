@@ -53,6 +53,10 @@ def norm(x):
     return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-2)  # <-
 
 
+def turned(x):
+    return jnp.cos(x)  # <-
+
+
 def power(x):
     return jnp.abs(x) ** 2.5  # <-
 
@@ -294,6 +298,8 @@ def test_an_exponential_of_numbers_up_to_0_is_less_severe(dtype, naive):
     [
         (gate, BF16, "medium", "overflows beyond 88.72, and is off by up to 3.1% near 8"),
         (gate, F16, "high", "overflows beyond 11.09, and is off by up to 0.4% near 8"),
+        (turned, BF16, "medium", "angles that are off by up to 0.03 near 8, and by 1 above 256"),
+        (turned, F16, "medium", "angles that are off by up to 0.004 near 8, and by 1 above 2048"),
         (power, BF16, "medium", "loses digits"),
         (power, F16, "high", "overflows beyond 65504"),
     ],
@@ -301,6 +307,8 @@ def test_an_exponential_of_numbers_up_to_0_is_less_severe(dtype, naive):
 def test_what_the_messages_of_exponentials_say(layer, dtype, severity, says):
     (finding,) = hazards_of(layer, 4, 3, dtype=dtype)
     assert finding.severity == severity and says in finding.message
+    is_of_angles = "before the product that makes the angles of cos" in finding.advice
+    assert is_of_angles == (layer is turned)
 
 
 def test_autocast_leaves_no_exponential_but_those_that_a_rule_asks_for():
@@ -427,7 +435,13 @@ def test_the_rule_for_a_collective_mends_it():
 
     (finding,) = found_in_step("c=bf16,o=f32,r=bf16")
     assert finding.name == "low-collective" and "'data'" in finding.message
+    assert "x.astype(jnp.float32) before the sum" in finding.advice
     assert not found_in_step(f"c=bf16,o=f32,{finding.advice.partition(' ')[0]}")
+
+
+def test_r_is_proposed_for_sums_of_gradients_alone():
+    (finding,) = hazards_of(over_devices, 4, 2)
+    assert finding.advice == "x.astype(jnp.float32) before the sum"
 
 
 def test_a_sum_over_a_mapped_axis_is_a_sum():

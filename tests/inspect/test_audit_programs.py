@@ -35,6 +35,38 @@ def with_penalty(params, x):
     return loss_fn(params, x) + jnp.sum(grads["w"] ** 2)
 
 
+def with_forces(params, x):
+    energy = lambda x: jnp.sum(jnp.tanh(x @ params["w"]))  # noqa: E731
+    forces = jax.vmap(jax.grad(energy))(x)
+    return jnp.mean(forces**2), {"forces": forces}
+
+
+def solved(params, x):
+    return jnp.mean(jnp.linalg.solve(params["w"].T @ params["w"], x.T[:2]))
+
+
+def first_the_loss(params, x):
+    return step(params, x)[::-1]
+
+
+def accumulated(params, x):
+    def add(carry, x):
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss_fn)(params, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.mean(x), params))
+    loss, grads = jax.lax.scan(add, zeros, x[:, None])[0]
+    return loss, jax.tree.map(jnp.subtract, params, grads)
+
+
+def trained(params, x):
+    params, losses = jax.lax.scan(step, params, x[:, None])
+    return losses[-1], params
+
+
+def trained_from(params, x):
+    return trained({"w": jnp.sin(params["w"])}, x)[0]
+
+
 def of_gradient_function(params, x):
     scale = jmpx.DynamicLossScale()
     result = jmpx.value_and_grad(loss_fn, scale, policy="c=f32")(params, x)
@@ -48,14 +80,23 @@ def forward(params, x):
 @pytest.mark.parametrize(
     "fn, is_step, products",
     [
-        # The gradient of a loss is in its first argument: two products, not three.
+        # The gradient of a loss is in its first argument: two products, not three. One that is
+        # dropped is no work.
         (loss_fn, False, 2),
         (with_aux, False, 2),
         (jax.jit(loss_fn), False, 2),
         (step, True, 2),
         (jax.jit(step), True, 2),
-        (lambda *args: step(*args)[1], True, 2),
-        (with_penalty, True, 3),
+        (lambda *args: step(*args)[1], True, 1),
+        (first_the_loss, True, 2),
+        (accumulated, True, 2 * 4),
+        (trained, True, 2 * 4),
+        # Losses that depend on a gradient inside of them.
+        (with_penalty, False, 6),
+        (with_forces, False, 5),
+        (jax.jit(jax.checkpoint(with_forces)), False, 7),
+        (trained_from, False, 4 * 4),
+        (solved, False, 4),
         (of_gradient_function, True, 2),
         (forward, True, 1),
     ],
@@ -70,6 +111,11 @@ def test_a_loss_is_differentiated_and_a_step_is_looked_at_as_it_is(fn, is_step, 
     call.__name__ = "loss_fn"  # The name of a function decides nothing.
     named = dataclasses.replace(jmpx.inspect.audit(call)({"w": W}, X), title=report.title)
     assert named == report
+
+
+def test_the_title_says_if_a_loss_may_be_a_step():
+    titles = [jmpx.inspect.audit(fn)({"w": W}, X).title for fn in (trained, accumulated, loss_fn)]
+    assert titles == ["trained (a step, or a loss with new parameters)", "accumulated", "loss_fn"]
 
 
 def test_arguments_have_names():

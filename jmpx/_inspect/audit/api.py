@@ -46,8 +46,9 @@ def audit(
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its own gradients. Any other
-            function is audited as it is, without a gradient.
+            a tuple that begins with one. It may take gradients inside, as of an energy. Or a step
+            that computes its own gradients. Any other function is audited as it is, without a
+            gradient.
         *args: none: the function that is returned takes the arguments of `fn`.
         platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to also find the float32 matmuls that
             this hardware would multiply in fewer bits; None skips that check. In a
@@ -86,9 +87,10 @@ def audit(
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: object, **kwargs: object) -> Audit:
         hardware = None if platform is None else _PLATFORMS[platform]
-        graph = Graph(program := traced_program(fn, args, kwargs), hardware)
+        program = traced_program(fn, args, kwargs)
+        graph = Graph(program, hardware).without_dropped()
         return Audit(
-            title=program.name,
+            title=program.name + " (a step, or a loss with new parameters)" * program.is_unclear,
             is_step=not program.is_differentiated,
             platform=hardware,
             products=summary.products(graph),
@@ -236,5 +238,5 @@ class _Trials:
             program = self._graph.program.with_rules(rule)
         except Exception:  # such as JAX's for a loop whose carry would change its dtype
             return None
-        graph = Graph(program, self._platform)
+        graph = Graph(program, self._platform).without_dropped()
         return _seen(graph, _find(graph, self._platform))

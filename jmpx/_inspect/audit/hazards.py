@@ -1,4 +1,7 @@
-"""Findings: operations that need more digits or range than 16 bits have, and sums in 16 bits."""
+"""Findings: operations that need more digits or range than 16 bits have, and sums in 16 bits.
+
+Among them are decompositions of rounded matrices, and integers that 16 bits do not hold.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,6 +14,7 @@ from jmpx._inspect.audit.step import AuditedStep, FindingKind, Remedies, Untried
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
+    MOVES_AND_CASTS,
     is_at_most_zero,
     is_sum_of_exponentials,
     is_view,
@@ -18,6 +22,7 @@ from jmpx._inspect.audit.values import (
     unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before
+from jmpx._jaxprs.equations import DECOMPOSITIONS
 from jmpx._jaxprs.marks import ROUNDED
 
 _EXP = FindingKind("low-exp", Remedies.wider_operations)
@@ -25,7 +30,9 @@ _SUM = FindingKind("low-sum", Remedies.wider_operations)
 _COLLECTIVE = FindingKind("low-collective")
 _GRADIENT = FindingKind("rounded-gradient")
 _CARRY = FindingKind("low-carry", Remedies.wider)
-KINDS = (_EXP, _SUM, _COLLECTIVE, _GRADIENT, _CARRY)
+_LINALG = FindingKind("low-linalg", Remedies.wider)
+_INTEGER = FindingKind("rounded-integer", Remedies.wider)
+KINDS = (_EXP, _SUM, _COLLECTIVE, _GRADIENT, _CARRY, _LINALG, _INTEGER)
 
 # Functions of JAX that lose no number if their argument is at most 0.
 _STABLE = frozenset({"softplus", "logaddexp", "log_sigmoid"})
@@ -36,7 +43,7 @@ _Hazard: TypeAlias = tuple[str, str] | None
 
 
 def search(step: AuditedStep) -> Iterator[UntriedFinding]:
-    """Yields `low-exp`, `low-sum`, `low-collective`, `rounded-gradient` and `low-carry`.
+    """Yields the findings of `KINDS`.
 
     Operations that a backward pass repeats are found in the forward pass. Only sums of gradients,
     of one row of a table or of one parameter, are its own.
@@ -46,6 +53,10 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             yield from _gradient(step, node)
         elif node.is_carry and node.results[0].is_low:
             yield from _carry(step, node)
+        elif node.name in DECOMPOSITIONS and not node.is_backward:
+            yield from _linalg(step, node)
+        elif node.name in (CAST, "iota") and node.results[0].is_low and not node.is_backward:
+            yield from _integer(step, node)
         dtype = next((value.dtype for value in node.operands if value.is_low), None)
         if dtype is None or node.is_structure or node in step.explained:
             continue
@@ -90,7 +101,9 @@ def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[Untried
     hazard = _HAZARDS[node.name](node, dtype)
     if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
         severity, what = hazard
-        advice = f"x.astype(jnp.float32) before {node.name}"
+        # A cast right before a cosine would widen angles that are rounded.
+        angles = "the product that makes the angles of " * (_HAZARDS[node.name] is _periodic)
+        advice = f"x.astype(jnp.float32) before {angles}{node.name}"
         message = f"{node.name} in {dtype.name} {what}."
         yield step.found(_EXP, severity, node, message, advice, nbytes=_low_nbytes(node))
 
@@ -130,8 +143,9 @@ def _power(node: Node, dtype: np.dtype) -> _Hazard:
 
 
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
-    text = f"of numbers beyond {_largest_count(dtype)} is noise: they are rounded to steps of 2"
-    return "medium", f"{text} and more"
+    error, limit = 4 * float(jnp.finfo(dtype).eps), _largest_count(dtype)
+    text = f"reads angles that are off by up to {error:.1g} near 8, and by 1 above {limit}"
+    return "medium", text
 
 
 def _is_derivative(node: Node) -> bool:
@@ -150,6 +164,101 @@ _HAZARDS: dict[str, Callable[[Node, np.dtype], _Hazard]] = {
     "rsqrt": _root,
     "pow": _power,
     **dict.fromkeys(("sin", "cos", "tan"), _periodic),
+}
+
+
+# --- Linear algebra ---
+
+
+def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
+    """Yields a finding about a matrix whose elements were rounded since a product made them."""
+
+    def through(node: Node) -> list[Value]:
+        return [] if node.is_product or node.name in DECOMPOSITIONS else node.operands
+
+    matrix, graph = node.operands[0], step.graph
+    values = [matrix, *(v for each in Graph.back([matrix], through) for v in through(each))]
+    low = [v for v in values if v.is_low and v.shape[-2:] == matrix.shape[-2:]]
+    low = [value for value in low if _is_of_data(value)]  # no mask, and no identity
+    if not low:
+        return
+    advice = "x.astype(jnp.float32) before the code that makes the matrix"
+    is_made = before(low[0], MOVES_AND_CASTS).node is not None
+    if not is_made:
+        advice = "no cast of the matrix to 16 bits: by=operations in the policy makes none"
+    elif graph.program.uses_autocast:
+        advice = "jmpx.full_precision around the code that makes the matrix"
+    is_cholesky, dtype = node.name == "cholesky", low[0].dtype
+    text = (
+        f"{node.name} reads a matrix that was rounded to {dtype.name}: singular values below "
+        f"1/{_largest_count(dtype)} of the largest are noise{', which may give NaN' * is_cholesky}."
+    )
+    severity = "high" if is_cholesky else "medium" if is_made else "low"
+    makers = [value.node for value in low if value.node is not None]
+    keys = {step.key(each) for each in makers if each.is_product}
+    flops = sum(each.flops for each in graph.nodes if each.is_product and step.key(each) in keys)
+    found = step.found(_LINALG, severity, node, text, advice, flops=flops)
+    yield found._replace(nodes=[*makers, node])
+
+
+def _is_of_data(value: Value) -> bool:
+    """Whether a value depends, by its numbers, on floating arrays that the program is given."""
+    floats = lambda node: [v for v in node.operands if v.is_low or v.is_wide]  # noqa: E731
+    behind = (v for node in Graph.back([value], floats) for v in floats(node))
+    return any(each.kind in ("input", "const") for each in (value, *behind))
+
+
+# --- Integers ---
+
+
+def _integer(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
+    """Yields a finding about integers that become 16-bit numbers and are not all held exactly."""
+    (result,), limit = node.results, _largest_count(node.results[0].dtype)
+    source = before(result, MOVES_AND_CASTS)
+    is_range = source.node is not None and source.node.name == "iota"
+    largest = _largest(source) if is_range or jnp.issubdtype(source.dtype, jnp.integer) else 0
+    of_jax = (str(each.eqn.params.get("name")) for each in node.outwards)
+    if largest <= limit or any(name.endswith("linspace") for name in of_jax):
+        return
+    names = MOVES_AND_CASTS | {"max"}
+    behind = Graph.forward([result], lambda node: node.results if node.name in names else [])
+    readers = [each for each in behind if not (each.is_backward or each.name in names)]
+    # The number of tokens that a loss is averaged over, as a divisor, may be rounded.
+    is_count = all(n.name == "div" and number_of(n.operands[1]) is None for n in readers)
+    is_known = largest < math.inf
+    which = f"Integers up to {largest:,.0f}" if is_known else "Integers of an unknown size"
+    text = f"{which} become {result.dtype.name}, which holds them exactly only up to {limit}."
+    advice = "x.astype(jnp.float32) in place of the cast, and 16 bits behind the arithmetic on it"
+    severity = "low" if is_count or not is_known else "medium"
+    nbytes = node.times * result.nbytes
+    yield step.found(_INTEGER, severity, node, text, advice, nbytes=nbytes)
+
+
+def _largest(value: Value, depth: int = 16) -> float:
+    """Returns how large integers may get: infinity for those of an argument, 0 if unknown."""
+    value = before(value, MOVES_AND_CASTS)
+    node = value.node
+    if value.dtype == bool:
+        return 1
+    if value.kind == "input":
+        return math.inf if value.dtype.itemsize > 1 else 255
+    if node is None:
+        return float(np.max(value.numbers, initial=0))
+    if node.name == "iota":
+        return node.eqn.params["shape"][node.eqn.params["dimension"]] - 1
+    if depth == 0 or node.name not in _BOUNDS:
+        return 0
+    return _BOUNDS[node.name](node, *(_largest(each, depth - 1) for each in node.operands))
+
+
+# The largest result of an operation, given those of its operands; too small rather than too large.
+_BOUNDS: dict[str, Callable[..., float]] = {
+    **dict.fromkeys("add max select_n concatenate join".split(), lambda _, *sizes: max(sizes)),
+    **dict.fromkeys(("reduce_sum", "cumsum"), lambda node, size: _TERMS[node.name](node) * size),
+    "sub": lambda _, size, subtracted: size,
+    "mul": lambda _, *sizes: math.prod(sizes),
+    "min": lambda _, *sizes: min(sizes),
+    "rem": lambda _, size, divisor: min(size or math.inf, divisor - 1),
 }
 
 
@@ -234,9 +343,10 @@ def _named_axes(node: Node) -> list[str]:
 def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str]) -> UntriedFinding:
     over = ", ".join(map(repr, axes))
     message = f"{node.name} over {over} sums in {dtype.name}, which keeps {_digits(dtype)}."
-    advice = (
-        "r=f32 in the policy of jmpx's gradient functions, or the cast to float32 before the sum"
-    )
+    advice = "x.astype(jnp.float32) before the sum"
+    behind = Graph.back(node.operands, lambda each: each.operands)
+    if any(each.is_backward for each in behind):
+        advice = f"r=f32 in the policy of jmpx.value_and_grad if that makes x, or {advice}"
     select = None if node.is_backward else node.selector
     rules = () if select is None else (f"{select}: full",)
     nbytes = _low_nbytes(node)

@@ -8,7 +8,7 @@ from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, St
 from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
 from jmpx._inspect.graph import LOW, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -61,6 +61,9 @@ class _Leaks:
             # backward pass.
             if is_told or (is_sum and reaches_end(node, avoided=LOW)):
                 self._backward.pop(step.key(node), None)
+        # The gradient of a decomposition multiplies in float32, as the decomposition does.
+        for node in (each for each in self._streams.forward if each.name in DECOMPOSITIONS):
+            self._backward.pop(step.key(node), None)
 
     def of_streams(self) -> Iterator[UntriedFinding]:
         """Yields the findings about streams that are not islands."""

@@ -7,6 +7,7 @@ a model is nearly right or near its teacher, the gradient is mostly the rounding
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
@@ -28,7 +29,8 @@ _LOGITS = FindingKind("rounded-logits", Remedies.wider)
 _CONSTANT = FindingKind("constant-range", Remedies.wider)
 _TO_AND_FRO = FindingKind("cast-to-and-fro", Remedies.wider_makers)
 _TWICE = FindingKind("double-rounding", Remedies.wider_makers)
-KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE)
+_TARGET = FindingKind("rounded-target")
+KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE, _TARGET)
 
 # Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
@@ -47,13 +49,14 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
 def search(step: AuditedStep) -> Iterator[UntriedFinding]:
-    """Yields `rounded-logits`, `constant-range`, `cast-to-and-fro` and `double-rounding`."""
+    """Yields the findings of `KINDS`."""
     if step.graph.program.has_backward:
         yield from _logits(step)
     for node in step.streams.forward:
         if node.results and node.results[0].dtype == _FLOAT16:
             yield from _constant(step, node)
         if node.name == CAST and node not in step.explained:
+            yield from _target(step, node)
             yield from _casts(step, node)
 
 
@@ -160,7 +163,7 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     """Returns a number in a constant that is inf or 0 in float16; None if there is none."""
     node = value.node
     if value.kind in ("literal", "const"):
-        return _beyond_numbers(value.constant) if value.size <= _MANY else None
+        return _beyond_numbers(value.numbers) if value.size <= _MANY else None
     if node is None or depth == 0:
         return None
     operands = node.operands if node.name in _CHOICES else []
@@ -183,11 +186,7 @@ def _is_mask(value: Value) -> bool:
     return node.name == "sub" and number_of(node.operands[0]) == 1
 
 
-def _beyond_numbers(constant: object) -> float | None:
-    try:
-        numbers = np.asarray(constant, np.float64)
-    except TypeError:  # an abstract array
-        return None
+def _beyond_numbers(numbers: np.ndarray) -> float | None:
     size = np.abs(numbers)
     # Numbers up to half a unit beyond the largest and smallest of float16 round to these.
     beyond = np.isfinite(size) & ((size >= _LARGEST + 16) | ((size > 0) & (size <= _SMALLEST / 2)))
@@ -217,6 +216,36 @@ def _is_kept_from_zero(value: Value) -> bool:
         or (reader.name in MOVES and _is_kept_from_zero(reader.results[0]))
         for reader in value.readers
     )
+
+
+# --- Targets ---
+
+
+def _target(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
+    """Yields a finding about an argument that is rounded, and only compared with a model's output.
+
+    It explains the casts between the two.
+    """
+    (result,), argument, program = cast.results, before(cast.operands[0], MOVES), step.graph.program
+    is_target = argument.kind == "input" and argument.is_wide and result.is_low
+    if not is_target or argument.index in program.parameters or not reaches_end(cast):
+        return
+    moves = lambda node: node.results if node.name in MOVES_AND_CASTS else []  # noqa: E731
+    near = list(Graph.forward([argument], moves))
+    readers = [node for node in near if node.name not in MOVES_AND_CASTS]
+    outputs = Graph.back([v for node in readers for v in node.operands], lambda node: node.operands)
+    is_compared = {n.name for n in readers} == {"sub"} and any(n.is_product for n in outputs)
+    # A step subtracts the change of a parameter from the parameter itself.
+    if not is_compared or not {*readers}.isdisjoint(argument.readers):
+        return
+    step.explained.update(near)
+    name, share = program.names[argument.index], float(jnp.finfo(result.dtype).eps) / 2
+    text = (
+        f"The argument `{name}` is rounded to {result.dtype.name} before the loss subtracts it: "
+        f"errors below {share:.2%} of its numbers are lost."
+    )
+    advice = f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
+    yield step.found(_TARGET, "medium", readers[0], text, advice, nbytes=result.nbytes)
 
 
 # --- Casts ---

@@ -21,7 +21,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
@@ -88,6 +88,10 @@ class Streams:
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
         self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        # Products that make a matrix to decompose, and the nodes between the two.
+        decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
+        through = lambda node: [] if node.is_product else node.operands  # noqa: E731
+        self._decomposed = frozenset(Graph.back(decomposed, through))
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -212,10 +216,13 @@ class Streams:
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
 
-        A product that sums over all axes counts as a norm, which is meant to be in float32.
+        A product that sums over all axes counts as a norm, which is meant to be in float32. So is a
+        matrix to decompose.
         """
         place, program = where(node.scope), self._graph.program
-        if place.is_full or (node.is_product and (is_precise(node.eqn) or _is_inner(node))):
+        if place.is_full or node in self._decomposed:
+            return True
+        if node.is_product and (is_precise(node.eqn) or _is_inner(node)):
             return True
         policy = self._graph.policy(node)
         if place.module is None or not policy or compute_dtype(policy) not in WIDE:

@@ -11,8 +11,10 @@ from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.audit.report import Cast, EightBits, Products, Scope
 from jmpx._inspect.audit.values import CAST, MOVES, multiplied
 from jmpx._inspect.graph import Graph, Node, where
-from jmpx._jaxprs.equations import EXCHANGES, HIDING, JOINS
-from jmpx._jaxprs.marks import WHY, split_policy
+from jmpx._jaxprs.core import operation_name
+from jmpx._jaxprs.equations import EXCHANGES, FLOPS, JOINS, KERNELS
+from jmpx._jaxprs.inner import holds
+from jmpx._jaxprs.marks import WHY, Equation, split_policy
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype or a policy to be named
 _NO_WORK = MOVES | JOINS | EXCHANGES
@@ -63,7 +65,16 @@ def _totals(rows: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, in
 
 def uncounted(graph: Graph) -> tuple[str, ...]:
     """Returns the names of operations whose products are unknown, such as `pallas_call`."""
-    return tuple(dict.fromkeys(n.name for n in graph.nodes if n.name.startswith(HIDING)))
+
+    def is_hiding(node: Node) -> bool:
+        is_leaf = not (node.is_structure or node.is_product)  # a linear solve has inner jaxprs
+        return node.name.startswith(KERNELS) or (is_leaf and holds(node.eqn, _is_product))
+
+    return tuple(dict.fromkeys(node.name for node in graph.nodes if is_hiding(node)))
+
+
+def _is_product(eqn: Equation) -> bool:
+    return operation_name(eqn.primitive.name) in FLOPS
 
 
 def saved(graph: Graph) -> dict[str, int]:
