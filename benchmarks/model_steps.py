@@ -102,8 +102,6 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "gradient functions, cond": (partial(steps.jmpx_style, skip_by="cond"), {}),
     "autocast": (autocast, {}),
     "autocast, marked blocks": (autocast, MARKED),
-    "autocast, norm first": (autocast, NORM_FIRST),
-    "autocast, save, norm first": (partial(autocast, save="products"), NORM_FIRST),
     "autocast, save": (partial(autocast, save="products"), {}),
     "autocast, save mixed": (partial(autocast, save="products+mixed"), {}),
     "autocast, save attention": (partial(autocast, save="products+attention"), {}),

@@ -43,8 +43,7 @@ WIDE = ("gradient functions", "gradient functions, r=f32")
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 VIT_WAYS = (*FOUR, *PEERS, *MARKED, *SCORES, MIXED, *WIDE)
 VIT_WAYS += ("module policies", "autocast, save attention")
-NORM_FIRST = ("by hand, low scores, norm first", "autocast, norm first")
-NORM_FIRST += ("autocast, save, norm first", "float32, norm first")
+NORM_FIRST = ("float32, norm first", "by hand, low scores, norm first")
 VIT_WAYS += NORM_FIRST
 TEXT_WAYS = (*FOUR, *PEERS, MARKED[1], *SCORES, MIXED, *WIDE, "autocast, save, with the loss")
 
@@ -134,8 +133,6 @@ WAYS = {  # how the tables name them, in this order
     "by hand, marked blocks": "bfloat16 by hand, scaled in float32, blocks marked",
     "by hand, low scores, marked blocks": "bfloat16 by hand, scaled in bfloat16, blocks marked",
     "by hand, low scores, norm first": "bfloat16 by hand, all tokens normalized",
-    "autocast, norm first": "`c=bf16`, all tokens normalized",
-    "autocast, save, norm first": "`c=bf16,save=products`, all tokens normalized",
     "autocast, marked blocks": "`c=bf16`, each block marked by hand",
     "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": "`c=bf16,save=products; op.scan: bf16`",
@@ -143,8 +140,8 @@ WAYS = {  # how the tables name them, in this order
 SHORT = [way for way in WAYS if not way.endswith("carry")]
 LOW_SCORES = "by hand, low scores"
 OURS = ("autocast", "autocast, marked blocks", "autocast, save")
-VISITED = ("float32", "by hand", LOW_SCORES, f"{LOW_SCORES}, marked blocks", "MPX", *OURS, MIXED)
-VISITED += ("float32, norm first", *NORM_FIRST[:3])
+VISITED = ("float32", NORM_FIRST[0], "by hand", LOW_SCORES, NORM_FIRST[1])
+VISITED += (f"{LOW_SCORES}, marked blocks", "MPX", *OURS, MIXED)
 COSTS = ("by hand", LOW_SCORES, "by hand, marked blocks", f"{LOW_SCORES}, marked blocks", *OURS)
 COSTS += ("autocast, save mixed", "autocast, save attention")
 MODELS = {
