@@ -27,7 +27,7 @@ from jmpx._inspect.ranges.counting import (
 from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import scale_text, with_arrays
 from jmpx._inspect.text import columns, count_text, refuse_arguments
-from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
+from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +123,8 @@ class Ranges(Report):
         It is the largest power of two with which the largest gradient, times `2**head_room`, does
         not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
         that is itself computed in float16, as under `policy="c=f16"` of the gradient functions,
-        takes no more than 2**15, because the scale passes through its dtype.
+        takes no more than 2**15, because the scale passes through its dtype. A dynamic scale below
+        1 needs a floor as low: `jmpx.DynamicLossScale(scale, min_loss_scale=min(scale, 1))`.
 
         Args:
             head_room: by how many powers of two gradients may grow, a whole number.
@@ -263,6 +264,11 @@ def _advice_lines(found: Ranges, every: Histogram, scale: float) -> Iterator[str
     if gradients.numbers:
         largest = f"largest gradient 2**{max(gradients.exponents)}"
         yield f"Loss scale for float16: {scale_text(scale)}  ({largest})"
+        if scale < 1:
+            skips = gradients.head_room("float16") < 0
+            number, end = format_number(scale), ", where this step is skipped" * skips
+            yield f"In code: jmpx.DynamicLossScale({number}, min_loss_scale={number})"
+            yield f"Without min_loss_scale the floor is 1{end}."
         if scale > _IN_FLOAT16:
             yield f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
     if every.masked:
