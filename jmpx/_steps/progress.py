@@ -1,6 +1,5 @@
 """Counts of non-finite numbers and of skipped steps: checked on the host, or for a logger."""
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +19,8 @@ from jmpx._base.trees import (
     is_traceable,
     serialized,
 )
-from jmpx._scales.kinds import DynamicLossScale, LossScale
+from jmpx._scales.kinds import LossScale
+from jmpx._scales.scaling import format_number
 from jmpx._steps.checks import (
     LARGEST_COUNT,
     MAX_CONSECUTIVE_SKIPS,
@@ -152,29 +152,21 @@ def check_progress(
             loss_scale = jax.tree.map(pick, loss_scale)
         skipping = [*map(str, np.flatnonzero(stack > limit))]
         member = f" in member {_first(skipping)} of {members} (counted from 0)"
-        member = member if len(skipping) < members else ""
-        floor, lower = _AT_FLOOR if _is_at_floor(loss_scale) else ("", "")
+        floor = lower = ""
+        least = f"init={format_number(getattr(loss_scale, 'min_loss_scale', 0))}"
+        if str(loss_scale).split(",")[:2] == ["dynamic", least]:
+            floor = ", which is at its floor, min_loss_scale, where gradients still are not finite"
+            lower = (
+                "if the parameters are finite, lower that floor to the scale that "
+                "jmpx.inspect.ranges proposes or compute in bfloat16; else "
+            )
         raise FloatingPointError(
-            f"Skipped {count} optimizer steps in a row{member}, more than max_consecutive={limit}, "
-            f"with the loss scale '{loss_scale}'{floor}{_named(grads)}: {lower}lower the learning "
-            "rate, return the loss scale from the step if it never changed, or look for the cause "
-            "in the data and by jmpx.inspect.nonfinite(grads)."
+            f"Skipped {count} optimizer steps in a row{member * (len(skipping) < members)}, more "
+            f"than max_consecutive={limit}, with the loss scale '{loss_scale}'{floor}"
+            f"{_named(grads)}: {lower}lower the learning rate, return the loss scale from the step "
+            "if it never changed, or look for the cause in the data and by "
+            "jmpx.inspect.nonfinite(grads)."
         )
-
-
-_AT_FLOOR = (
-    ", which stands at its floor, min_loss_scale, where gradients still are not finite",
-    "if the parameters are finite, lower that floor to the scale that jmpx.inspect.ranges proposes "
-    "or compute in bfloat16; else ",
-)
-
-
-def _is_at_floor(loss_scale: LossScale) -> bool:
-    """Whether a dynamic scale can fall no further; False if it is not one number."""
-    with contextlib.suppress(TypeError):
-        if isinstance(loss_scale, DynamicLossScale):
-            return float(loss_scale.to_dict()["init"]) <= loss_scale.min_loss_scale
-    return False
 
 
 def counts_of(opt_state: PyTree, name: str) -> list[ArrayLeaf | int]:

@@ -196,7 +196,7 @@ def restored(scaling, number):
 def test_the_message_tells_the_scale_and_the_first_gradients_that_are_not_finite(rng):
     for scaling, expected in [
         (NO_SCALE, "=50, with the loss scale 'none': lower the learning rate, "),
-        (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1', which stands at its floor"),
+        (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1', which is at its floor"),
         (restored(jmpx.DynamicLossScale(), math.nan), "'DynamicLossScale("),
     ]:
         assert expected in message(after(51), scaling)
@@ -222,7 +222,7 @@ FLOORS = {  # loss scales, and whether they can fall no further
 def test_the_message_says_that_a_scale_can_fall_no_further(name):
     scaling, is_at_floor = FLOORS[name]
     text = message(after(51), scaling)
-    floor = ", which stands at its floor, min_loss_scale, where gradients still are not finite: if "
+    floor = ", which is at its floor, min_loss_scale, where gradients still are not finite: if "
     floor += "the parameters are finite, lower that floor to the scale that jmpx.inspect.ranges "
     assert (floor in text) == ("floor" in text) == is_at_floor
     assert "lower the learning rate" in text
@@ -259,7 +259,7 @@ def test_the_members_of_an_ensemble_that_skip_are_named(shape, rng):
     text = message(*state[1:], max_consecutive=8)
     named = ", ".join(map(str, bad))
     assert f"Skipped 9 optimizer steps in a row in member {named} of {size} (counted fr" in text
-    assert "'dynamic,init=1', which stands at its floor" in text
+    assert "'dynamic,init=1', which is at its floor" in text
     everyone = state[1]._replace(consecutive_skipped=jnp.full(shape, 99))
     assert "in a row, more" in message(everyone, state[2], max_consecutive=8)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from jmpx._base.messages import share_text
 from jmpx._inspect.hlo.dataflow import run
@@ -223,19 +222,13 @@ def compiled(step: object, *, partitioned: bool = False) -> Compiled:
 
 
 def _partitioned(lowered: jax.stages.Lowered) -> str:
-    """Compiles a step, without JAX's cache; returns the HLO that XLA's partitioner made of it."""
-    config: Any = jax.config  # Any, as above
-    before = config.jax_enable_compilation_cache
-    try:
-        config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        with tempfile.TemporaryDirectory() as folder:
-            lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"})
-            (file,) = Path(folder).glob("*.after_spmd-partitioning.*")
-            return file.read_text()
-    finally:
-        config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+    """Compiles a step; returns the HLO that XLA's partitioner made of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
+        # There is no such pass. It has JAX compile, and not load a program that it has kept.
+        lowered.compile({**dump, "xla_disable_hlo_passes": folder})
+        (file,) = Path(folder).glob("*.after_spmd-partitioning.*")
+        return file.read_text()
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:

@@ -25,7 +25,7 @@ from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
 _NUMBERS = 16  # the most elements of an array argument: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # the most bytes of a constant: a mask, a table of positions
-_NO_DONATION = (
+NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
     "donate_argnums."
 )
@@ -193,7 +193,7 @@ def plan(
         raise failures[0]
     if not target:
         return Plan(programs[0].name, None, None, "", tuple(rows))
-    notes = [] if any(placed(program)[0] for program in programs) else [_NO_DONATION]
+    notes = [] if any(placed(program)[0] for program in programs) else [NO_DONATION]
     notes += [_UNTUNED] if target.platform == "cuda" else []
     notes = [f"{reason} These are counts of the trace."] if reason else notes
     if any(rule.is_in_eight_bits for own in rules for rule in own):
@@ -213,13 +213,11 @@ def _start_jax() -> None:
 
 
 def _names(policies: object) -> list[str]:
-    """Returns the names of policies in a report; raises an error if one is no policy."""
+    """Returns the names of policies in a report; raises an error if they are no list."""
     if isinstance(policies, str) or not isinstance(policies, Sequence) or not policies:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
         )
-    for policy in policies:
-        get_mixed_precision(policy)
     return [each if isinstance(each, str) else short_names(str(each)) for each in policies]
 
 
