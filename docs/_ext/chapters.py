@@ -17,7 +17,7 @@ CHAPTERS = {
     ],
     "Inspect a program": [
         *("audit", "nonfinite", "choose", "blame", "plan", "compare", "roundings", "matmul"),
-        *("compiled", "eight_bits"),
+        *("compiled", "eight_bits", "commands"),
     ],
     "Scale up": ["sharding", "storage", "checkpoints"],
     "Coming from": [
