@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jmpx._base.trees import PyTree
+from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.text import columns
 from jmpx._policies.maps import PolicyMap, Rule
 from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
@@ -276,7 +276,11 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
     from jmpx._inspect.programs import traced_program
     from jmpx._jaxprs import core
 
-    if not (program := traced_program(loss, args)).is_differentiated:
+    program = traced_program(loss, args)
+    results = [x.shape == () and is_floating_dtype(x.dtype) for x in program.jaxpr.out_avals]
+    if not program.is_differentiated and results != [
+        True
+    ]:  # with derivatives inside, it may be one
         raise ValueError(
             f"Expected a loss, which each policy casts, got {program.name}, which is none: return "
             "behind its arguments a make_step, which returns a step and its arguments by policy."
@@ -284,7 +288,7 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
 
     def make_step(policy: str) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
         policy_map = get_mixed_precision(policy).policy_map
-        jaxpr = traced_program(apply_policy(loss, policy_map), args).jaxpr
+        jaxpr = traced_program(apply_policy(loss, policy_map), args, is_loss=True).jaxpr
         step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
         step.__name__ = f"the gradients of {program.name}"
         return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)

@@ -77,10 +77,11 @@ def traced_program(
     kwargs: dict[str, PyTree] | None = None,
     with_gradient: bool = True,
     purpose: str = SHOWN,
+    is_loss: bool | None = None,
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is traced as it is.
+    Any other function is traced as it is. Whether it is a loss is found out unless it is known.
 
     Raises:
         TypeError: if `fn` is not callable, or is compiled.
@@ -93,7 +94,7 @@ def traced_program(
             "that are lowered or compiled."
         )
     call = _Call(fn, args, kwargs or {}, purpose=purpose)
-    is_loss = None if with_gradient else False
+    is_loss = is_loss if with_gradient else False
     try:
         return _traced_program(call, is_loss)
     except (TypeError, ValueError):

@@ -114,6 +114,7 @@ def make_step(policy):
 make = lambda: (loss_fn, batch(0))
 make_batches = lambda: (loss_fn, [batch(0), batch(1)])
 make_with_step = lambda: (loss_fn, [batch(0)], make_step)
+make_of_forces = lambda: (lambda params, x: jnp.sum(jax.grad(loss_fn, 1)(params, x) ** 2), batch(0))
 make_of_step = lambda: (make_step("c=f32")[0], batch(0))
 make_shapes = lambda: (loss_fn, jax.eval_shape(lambda: batch(0)))
 """
@@ -151,6 +152,9 @@ def test_one_make_serves_all_commands(command, program, capsys, monkeypatch):
             assert len(rows) == (1 if options else 3)
             assert ("make_step behind" in printed) == (target != "train.py:make_with_step")
             assert "donate_argnums" not in printed
+    if command == "plan":  # a derivative inside makes no step of a loss
+        assert run(name, "train:make_of_forces") == 0
+        assert capsys.readouterr().out.startswith("Plan of the gradients of <lambda>:")
     for other, told in {"make_shapes": SHAPE, "make_of_step": NO_LOSS}.items():
         refuses = name == "plan" if other == "make_of_step" else name not in ("audit", "plan")
         if refuses:

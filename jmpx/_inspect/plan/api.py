@@ -170,8 +170,13 @@ def plan(
     if not callable(make_step):
         raise TypeError(f"Expected make_step to be a function of a policy, got {make_step!r}.")
     reason = missing(target) if target else ""
-    if target:
-        _start_jax()
+    if target:  # JAX starts without the stack trace of a plugin that finds no chip here
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+        try:
+            jax.devices()
+        finally:
+            logging.disable(before)
     rows, programs, failures = list[Planned](), list[Program](), list[Exception]()
     with progress("policies", len(names)) as done:
         for name, policy, own in zip(names, policies, rules, strict=True):
@@ -200,16 +205,6 @@ def plan(
         notes.append(f"{target.name} multiplies {listed(target.formats)}.")
     known = target.name, target.memory, versions(target)
     return Plan(programs[0].name, *known, tuple(rows), tuple(notes))
-
-
-def _start_jax() -> None:
-    """Starts JAX without the stack trace of a plugin that finds no chip here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        jax.devices()
-    finally:
-        logging.disable(before)
 
 
 def _names(policies: object) -> list[str]:
