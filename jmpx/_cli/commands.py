@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jmpx._base.trees import PyTree, is_floating_dtype
+from jmpx._base.trees import PyTree
 from jmpx._inspect.text import columns
 from jmpx._policies.maps import PolicyMap, Rule
 from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
@@ -277,10 +277,7 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
     from jmpx._jaxprs import core
 
     program = traced_program(loss, args)
-    results = [x.shape == () and is_floating_dtype(x.dtype) for x in program.jaxpr.out_avals]
-    if not program.is_differentiated and results != [
-        True
-    ]:  # with derivatives inside, it may be one
+    if not (program.is_differentiated or program.is_bare_loss):
         raise ValueError(
             f"Expected a loss, which each policy casts, got {program.name}, which is none: return "
             "behind its arguments a make_step, which returns a step and its arguments by policy."

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
 from jmpx._base.stateful import split
-from jmpx._base.trees import PyTree, is_floating, is_traceable
+from jmpx._base.trees import PyTree, is_floating, is_floating_dtype, is_traceable
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Array, Jaxpr
@@ -54,6 +54,12 @@ class Program:
     mapped_by: frozenset[str]  # the public functions that took a policy map: rules can be added
     call: _Call  # the function, and how it was traced
     gradients: int = 0  # how many of the last results are gradients of a loss
+
+    @property
+    def is_bare_loss(self) -> bool:
+        """Whether it returns one floating number, without a gradient of it: derivatives inside."""
+        results = [x.shape == () and is_floating_dtype(x.dtype) for x in self.jaxpr.out_avals]
+        return results == [True] and not self.is_differentiated
 
     @property
     def uses_autocast(self) -> bool:

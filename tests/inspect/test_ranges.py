@@ -238,6 +238,23 @@ def test_the_loss_scale_leaves_head_room(largest, options, scale):
         found.loss_scale(1.5)  # pyright: ignore[reportArgumentType]
 
 
+def test_the_loss_scale_of_a_loss_with_derivatives_inside_is_that_of_its_gradients(rng):
+    """As of a network that solves an equation, or of forces: `grad` inside of the loss."""
+    w, x = normal(rng, 4, 1), normal(rng, 16, 4)
+
+    def loss_fn(w, x):
+        slope = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+        return 1e5 * jnp.mean(slope**2)
+
+    found = look(loss_fn)(w, x)
+    largest = np.abs(jax.grad(loss_fn)(w, x)).max()
+    assert found.title == "loss_fn and its gradient" and largest > 2**10
+    assert max(found.histogram().exponents) >= np.log2(largest) - 1
+    assert found.loss_scale() * largest < 2**15
+    number = jnp.int32(3)  # nothing to differentiate
+    assert look(lambda n, w: loss_fn(w * n.astype(w.dtype), x))(number, w).title == "<lambda>"
+
+
 def test_a_function_without_gradients_has_activations_alone(rng):
     found = look(lambda x: x @ x)(normal(rng, 3, 3))
     assert len(found.activations) == 1 and found.gradients == ()
