@@ -33,7 +33,7 @@ SUBJECTS = {
     "_base/messages": ("Policies and policy maps", "policies"),
     "_base/public": ("Names that are elsewhere", "coming_from_others"),
     "_base/stateful": ("Flax NNX", "flax_nnx"),
-    "_cli": ("The command line", "flags"),
+    "_cli": ("The command line", "commands"),
     "_devices": ("Micro-batches and devices", "sharding"),
     "_flags": ("Flags", "flags"),
     "_inspect": ("Reports", "audit"),

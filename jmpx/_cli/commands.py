@@ -1,6 +1,7 @@
 """The commands of `python -m jmpx`: imports of programs, the text of `explain`, the functions."""
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
@@ -8,9 +9,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from jmpx._base.messages import describe
+import jax
+
 from jmpx._base.trees import PyTree
 from jmpx._inspect.text import columns
 from jmpx._policies.maps import PolicyMap, Rule
@@ -180,9 +182,8 @@ def _loss_scale_line(precision: str, loss_scale: LossScale) -> str:
 # ValueError of one sentence if the program cannot be made, traced or run.
 
 
-Program: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
-
-_RETURNS = "a pair of a function and the tuple of its arguments, which may be shapes"
+_POLICIES = ["c=f32", "c=bf16", "c=bf16,save=products"]
+_LOSS_ALONE = "These are gradients alone: return a make_step behind the arguments for a whole step."
 
 
 def explain(given: argparse.Namespace) -> int:
@@ -202,7 +203,7 @@ def audit(given: argparse.Namespace) -> int:
     """Prints what runs in which dtype; the exit code is 1 if it fails the check that is given."""
     from jmpx._inspect.audit.api import audit
 
-    fn, args = _made(given)
+    fn, (args, *_), _ = _made(given)
     trying = lambda: audit(fn, platform=given.platform)(*args)  # noqa: E731
     report = attempt(f"The audit of {given.target} failed", trying)
     _print(report, given)
@@ -221,10 +222,9 @@ def ranges(given: argparse.Namespace) -> int:
     """Prints which magnitudes occur, and what narrower dtypes would lose."""
     from jmpx._inspect.ranges.api import ranges
 
-    fn, args = _made(given)
+    fn, (args, *_), _ = _made(given)
     found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
     _print(found, given)
-    _plot(found, given)
     return 0
 
 
@@ -232,7 +232,7 @@ def first_nonfinite(given: argparse.Namespace) -> int:
     """Prints the first operation that makes an inf or NaN; the exit code is 1 if there is one."""
     from jmpx._inspect.first_nonfinite.api import first_nonfinite
 
-    fn, args = _made(given)
+    fn, (args, *_), _ = _made(given)
     found = attempt(f"The run of {given.target} failed", lambda: first_nonfinite(fn)(*args))
     if found is not None:
         _print(found, given)
@@ -245,12 +245,52 @@ def choose(given: argparse.Namespace) -> int:
     """Prints policy strings that hold a bound on the error, with what they cost."""
     from jmpx._inspect.choose.api import choose
 
-    func, batches, make_step = _losses(given.target, load(given.target, given.flags))
+    func, batches, make_step = _made(given)
     run = choose(func, given.policy, error=given.error, make_step=make_step, chip=given.chip)
     found = attempt(f"The run of {given.target} failed", lambda: run(*batches))
     _print(found, given)
-    _plot(found, given)
     return 0 if found.chosen else 1
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Prints what policies cost; the exit code is 1 if none was seen to fit on the chip."""
+    from jmpx._inspect.plan.api import NO_DONATION, plan
+
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    config.update("jax_platforms", config.jax_platforms or "cpu")  # else plugins look for chips
+    loss, (args, *_), make_step = _made(given)
+    trying = lambda: plan(  # noqa: E731
+        make_step or _gradients(loss, args), given.policy or _POLICIES, chip=given.chip
+    )
+    found = attempt(f"The plan of {given.target} failed", trying)
+    if make_step is None:
+        notes = (note for note in found.notes if note != NO_DONATION)
+        found = dataclasses.replace(found, notes=(*notes, _LOSS_ALONE))
+    _print(found, given)
+    return int(given.chip is not None and not any(row.fits for row in found.rows))
+
+
+def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callable[[str], Any]:
+    """Returns a function of a policy that returns the gradient of a loss, and its shapes."""
+    from jmpx._adapters.applying import apply_policy
+    from jmpx._inspect.programs import traced_program
+    from jmpx._jaxprs import core
+
+    program = traced_program(loss, args)
+    if not (program.is_differentiated or program.is_bare_loss):
+        raise ValueError(
+            f"Expected a loss, which each policy casts, got {program.name}, which is none: return "
+            "behind its arguments a make_step, which returns a step and its arguments by policy."
+        )
+
+    def make_step(policy: str) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+        policy_map = get_mixed_precision(policy).policy_map
+        jaxpr = traced_program(apply_policy(loss, policy_map), args, is_loss=True).jaxpr
+        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
+        step.__name__ = f"the gradients of {program.name}"
+        return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)
+
+    return make_step
 
 
 def migrate(given: argparse.Namespace) -> int:
@@ -261,37 +301,28 @@ def migrate(given: argparse.Namespace) -> int:
     return 0
 
 
-def _losses(target: str, made: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns the loss, its batches, and the function that makes a train step or None."""
-    if type(made) is tuple and len(made) in (2, 3) and callable(made[0]):
-        func, batches, make_step = (*made, None)[:3]
-        if isinstance(batches, list) and (make_step is None or callable(make_step)):
-            return func, batches, make_step
+def _made(given: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Makes the program: a function, the batches of its arguments, and what makes a step or None.
+
+    A list of tuples is batches; a tuple, or another list, is the arguments of one call.
+    """
+    made: Any = load(given.target, given.flags)
+    parts = made if type(made) is tuple else (made,)
+    fn, args, make_step = (*parts, None, None)[:3]
+    are_parts = len(parts) <= 3 and (make_step is None or callable(make_step))
+    if callable(fn) and isinstance(args, tuple | list) and are_parts:
+        are_batches = type(args) is list and {*map(type, args)} == {tuple}
+        return fn, args if are_batches else [tuple(args)], make_step
+    got = ", ".join(type(part).__name__ for part in parts)
     raise ValueError(
-        f"Expected {target} to return a loss, the list of its batches and maybe a function that "
-        f"makes a step of a policy, got {describe(made)}: write `return loss_fn, [(params, x), "
-        "(params, x2)], make_step`."
+        f"Expected {given.target} to return a loss or a step, the tuple of its arguments or a list "
+        "of such tuples, and maybe a function that makes a step of a policy, got "
+        f"{f'({got})' if parts is made else got}: write `return loss_fn, (params, x)`."
     )
-
-
-def _made(given: argparse.Namespace) -> Program:
-    """Makes the program."""
-    made = load(given.target, given.flags)
-    if type(made) is tuple and len(made) == 2:
-        fn, args = made
-        if callable(fn) and isinstance(args, tuple | list):
-            return fn, tuple(args)
-    got = type(made).__name__
-    if type(made) is tuple:
-        got = f"({', '.join(type(part).__name__ for part in made)})"
-    raise ValueError(f"Expected {given.target} to return {_RETURNS}, got {got}.")
 
 
 def _print(found: PyTree, given: argparse.Namespace) -> None:
     print(found.to_json() if given.json else found)
-
-
-def _plot(found: PyTree, given: argparse.Namespace) -> None:
-    if given.plot is not None:
+    if getattr(given, "plot", None) is not None:
         attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
         print(f"wrote {given.plot}", file=sys.stderr)  # not into the JSON

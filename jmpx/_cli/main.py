@@ -5,18 +5,19 @@
     python -m jmpx audit pkg.module:make --check compute=bf16 --at-least 0.99
     python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx choose pkg.module:make --error 0.01 --chip v5e
+    python -m jmpx plan pkg.module:make --policy c=f32 --policy c=bf16 --chip v5e
     python -m jmpx first-nonfinite examples/haiku/reports.py:make_arrays -- --mp_policy=c=f16
     python -m jmpx migrate train.py models/ --write
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
 scale. Under which policy each module of a model ran, `audit` tells.
 
-`audit`, `ranges` and `first-nonfinite` look at a program: a loss, which they differentiate in its
-first argument, or a training step. `make` returns a pair of it and the tuple of its arguments,
-which for `audit` may be shapes. What follows `--` are flags of the program itself.
+One `make` serves all commands that look at a program. It returns a loss, which they differentiate
+in its first argument, or a training step; and the arguments of one call, or a list of such tuples.
+For `audit` and `plan` these may be shapes. What follows `--` are flags of the program itself.
 
-The exit code is 1 if the program makes an inf or NaN, if an audit fails its check, or if the doctor
-warns, and 2 after a line that says what went wrong.
+The exit code is 1 if the program makes an inf or NaN, if an audit fails its check, if no policy is
+found that holds the bound or fits, or if the doctor warns, and 2 after a line about what is wrong.
 """
 
 import argparse
@@ -37,15 +38,15 @@ class _Command(NamedTuple):
     arguments: dict[str, dict[str, Any]]
 
 
-_JSON = {"action": "store_true", "help": "print JSON"}
+_CHIP = {"help": "the chip whose memory counts: v5e, v5p, v6e, h100, a100 or b200"}
 _TARGET: dict[str, dict[str, Any]] = {
     "target": {
         "metavar": "MODULE:FUNCTION",
-        "help": "a function without arguments that returns a pair of a loss or a training step and "
-        "the tuple of its arguments; the module may be the path of a .py file, whose flags follow "
-        "after --",
+        "help": "a function that returns a loss or a training step, the tuple of its arguments or "
+        "a list of such tuples and, for choose and plan, maybe a function of a policy that returns "
+        "a step and its arguments; the module may be a .py file, whose flags follow after --",
     },
-    "--json": _JSON,
+    "--json": {"action": "store_true", "help": "print JSON"},
 }
 _COMMANDS = {
     "explain": _Command(
@@ -98,20 +99,24 @@ _COMMANDS = {
         "the policy string with the fewest parts in float32 that holds a bound on the error",
         commands.choose,
         {
-            "target": {
-                "metavar": "MODULE:FUNCTION",
-                "help": "a function without arguments that returns a loss, the list of its "
-                "batches, each the tuple of its arguments, and maybe a function of a policy that "
-                "returns a train step and the shapes of its arguments",
-            },
+            **_TARGET,
             "--error": {"type": float, "required": True, "help": "the bound, such as 0.01"},
             "--policy": {
                 "default": "c=bf16",
                 "help": "the policy to which rules are added, %(default)s if it is left out",
             },
-            "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100, a100 or b200"},
+            "--chip": _CHIP,
             "--plot": {"metavar": "PATH", "help": "draw the errors against the memory"},
-            "--json": _JSON,
+        },
+    ),
+    "plan": _Command(
+        "what policies cost on a chip that need not be there",
+        commands.plan,
+        {
+            **_TARGET,
+            "--policy": {"action": "append", "help": "a policy; give this option for each of them"},
+            "--chip": _CHIP,
+            "--plot": {"metavar": "PATH", "help": "draw the peaks of memory"},
         },
     ),
     "migrate": _Command(

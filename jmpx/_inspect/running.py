@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -25,7 +26,7 @@ from jmpx._jaxprs.inner import structure
 from jmpx._scales.kinds import DynamicLossScale
 
 R = TypeVar("R")
-Advance: TypeAlias = Callable[[], object]  # advances a bar by one
+Advance: TypeAlias = Callable[..., object]  # advances a bar by one; may get a line to write
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -74,17 +75,18 @@ def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
 def progress(what: str, total: int | None) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
-    The bar shows after two seconds, if tqdm is installed.
+    The bar shows after two seconds, if tqdm is installed. A line, which the function may be given,
+    is written above it at once.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
     if tqdm is None:  # not in the handler: tracebacks of the report would show the ImportError
-        yield lambda: None
+        yield lambda line="": line and print(line, file=sys.stderr)
         return
     with tqdm(desc=what, total=total, leave=False, delay=2) as bar:
-        yield bar.update
+        yield lambda line="": (bar.update(), line and bar.write(line, sys.stderr))
 
 
 # --- float32 in place of 16 bits ---

@@ -20,6 +20,7 @@ from jmpx._base.trees import (
     serialized,
 )
 from jmpx._scales.kinds import LossScale
+from jmpx._scales.scaling import format_number
 from jmpx._steps.checks import (
     LARGEST_COUNT,
     MAX_CONSECUTIVE_SKIPS,
@@ -102,14 +103,15 @@ def check_progress(
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
             several, such as a Flax `TrainState`, an `nnx.Optimizer` or a stack of states from
-            `jax.pmap`; the longest row counts. Any field or key `consecutive_skipped` is read.
-        loss_scale: the loss scale of the same step.
+            `jax.vmap`; the longest row counts. Any field or key `consecutive_skipped` is read.
+        loss_scale: the loss scale of the same step, or a stack of them.
         grads: gradients of the last step: the error names those that are not finite.
         max_consecutive: how many steps in a row may be skipped; one more is an error. The default
             is more than a scale of 2**24 needs to fall to 1 by halves.
 
     Raises:
-        FloatingPointError: if more steps than `max_consecutive` were skipped in a row.
+        FloatingPointError: if more steps than `max_consecutive` were skipped in a row. Of a stack,
+            as of an ensemble, it names the members where only some skip.
         TypeError: if an argument is of another type, or the state is traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
 
@@ -140,15 +142,30 @@ def check_progress(
             f"{type(opt_state).__name__} without one: wrap the optimizer, as "
             "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
         )
-    count = max(int(np.asarray(part).max()) for count in counts for part in parts(count))
-    if count:
+    stack = max((np.asarray(part) for count in counts for part in parts(count)), key=np.max)
+    if count := int(stack.max()):
         warn_of_kept_overflow(opt_state)
     if count > limit:
+        members = stack.size if jax.process_count() == 1 else 1  # others may hold more of them
+        if members > 1:
+            pick = lambda x: np.ravel(x)[stack.argmax()] if np.size(x) == members else x  # noqa: E731
+            loss_scale = jax.tree.map(pick, loss_scale)
+        skipping = [*map(str, np.flatnonzero(stack > limit))]
+        member = f" in member {_first(skipping)} of {members} (counted from 0)"
+        floor = lower = ""
+        least = f"init={format_number(getattr(loss_scale, 'min_loss_scale', 0))}"
+        if str(loss_scale).split(",")[:2] == ["dynamic", least]:
+            floor = ", which is at its floor, min_loss_scale, where gradients still are not finite"
+            lower = (
+                "if the parameters are finite, lower that floor to the scale that "
+                "jmpx.inspect.ranges proposes or compute in bfloat16; else "
+            )
         raise FloatingPointError(
-            f"Skipped {count} optimizer steps in a row, more than max_consecutive={limit}, with "
-            f"the loss scale '{loss_scale}'{_named(grads)}: lower the learning rate, return the "
-            "loss scale from the step if it never changed, or look for the cause in the data and "
-            "by jmpx.inspect.nonfinite(grads)."
+            f"Skipped {count} optimizer steps in a row{member * (len(skipping) < members)}, more "
+            f"than max_consecutive={limit}, with the loss scale '{loss_scale}'{floor}"
+            f"{_named(grads)}: {lower}lower the learning rate, return the loss scale from the step "
+            "if it never changed, or look for the cause in the data and by "
+            "jmpx.inspect.nonfinite(grads)."
         )
 
 
@@ -172,8 +189,11 @@ def _named(grads: PyTree) -> str:
     """Returns the part of a message that names the first three gradients that are not finite."""
     leaves = _inexact_leaves(grads).items()
     bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, parts(leaf)))]
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return f", and infinities or NaN in {', '.join(bad[:3])}{more}" if bad else ""
+    return f", and infinities or NaN in {_first(bad)}" if bad else ""
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # Scalars for a logger: the loss scale, and the skipped steps.

@@ -1,7 +1,8 @@
-"""`python -m jmpx audit`, `ranges` and `first-nonfinite`; one line about wrong usage."""
+"""The commands of `python -m jmpx` that look at a program; one line about wrong usage."""
 
 import json
 import os
+import re
 import sys
 
 import jax
@@ -90,6 +91,80 @@ def test_the_first_nonfinite_is_printed(capsys):
     assert json.loads(capsys.readouterr().out) is None
 
 
+# One `make` for all commands
+
+
+TRAIN = """
+def loss_fn(params, x):
+    h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("head"):
+        return jnp.mean((h @ params["head"]) ** 2)
+
+def batch(seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {"w": jax.random.normal(keys[0], (8, 16)), "head": jax.random.normal(keys[1], (16, 1))}
+    return params, jax.random.normal(keys[2], (4, 8))
+
+def make_step(policy):
+    import jmpx
+    grad_fn = jax.grad(jmpx.apply_policy(loss_fn, policy))
+    step = lambda params, x: jax.tree.map(lambda p, g: p - g, params, grad_fn(params, x))
+    return jax.jit(step, donate_argnums=0), make_shapes()[1]
+
+make = lambda: (loss_fn, batch(0))
+make_batches = lambda: (loss_fn, [batch(0), batch(1)])
+make_with_step = lambda: (loss_fn, [batch(0)], make_step)
+make_of_forces = lambda: (lambda params, x: jnp.sum(jax.grad(loss_fn, 1)(params, x) ** 2), batch(0))
+make_of_step = lambda: (make_step("c=f32")[0], batch(0))
+make_shapes = lambda: (loss_fn, jax.eval_shape(lambda: batch(0)))
+"""
+SHAPE = "Expected arrays, got a shape as params['head']: jmpx.inspect."
+NO_LOSS = "Expected a loss, which each policy casts, got <lambda>, which is none: return behind its"
+COMMANDS = {  # what each prints, and its exit code
+    "audit": ("Audit of loss_fn and its gradient", 0),
+    "audit --check compute=bf16 --at-least 0.99": ("Audit of loss_fn and its gradient", 1),
+    "audit --check compute=f32 --at-least 0.99": ("Audit of loss_fn and its gradient", 0),
+    "ranges": ("Ranges of loss_fn and its gradient", 0),
+    "first-nonfinite": ("no operation makes an inf or NaN", 0),
+    "choose --error 0.5": ("Error of the gradients of loss_fn", 0),
+    "plan": ("Plan of the gradients of loss_fn: counts of the trace", 0),
+    "plan --policy c=bf16 --chip v5e": ("Plan of the gradients of loss_fn on v5e", 1),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_make_serves_all_commands(command, program, capsys, monkeypatch):
+    program(TRAIN, "train.py")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr("jmpx._inspect.plan.chips.find_spec", lambda name: None)
+    name, *options = command.split()
+    for target in ("train.py:make", "train:make_batches", "train.py:make_with_step"):
+        start, code = COMMANDS[command]
+        if target == "train.py:make_with_step":
+            start = start.replace("the gradients of loss_fn:", "<lambda>:")
+            start = start.replace("the gradients of loss_fn on", "<lambda> on")
+        assert run(name, target, *options) == code
+        printed = capsys.readouterr().out
+        assert printed.startswith(start)
+        if name == "plan":
+            rows = re.findall(r"^(c=\S+) .* f?bf16 100.0 %| f32 100.0 %", printed, re.MULTILINE)
+            assert len(rows) == (1 if options else 3)
+            assert ("make_step behind" in printed) == (target != "train.py:make_with_step")
+            assert "donate_argnums" not in printed
+    if command == "plan":  # a derivative inside makes no step of a loss
+        assert run(name, "train:make_of_forces") == 0
+        assert capsys.readouterr().out.startswith("Plan of the gradients of <lambda>:")
+    for other, told in {"make_shapes": SHAPE, "make_of_step": NO_LOSS}.items():
+        refuses = name == "plan" if other == "make_of_step" else name not in ("audit", "plan")
+        if refuses:
+            line = error_of(capsys, name, f"train:{other}", *options)
+            assert told in line and line.count("\n") == 0
+        elif name != "choose" and "--check" not in command:
+            assert run(name, f"train:{other}", *options) == COMMANDS[command][1]
+            capsys.readouterr()
+
+
 # The flags of a program
 
 
@@ -111,7 +186,7 @@ def program(tmp_path, monkeypatch):
         delattr(flags.FLAGS, name)
     flags.FLAGS.unparse_flags()
     for name in set(sys.modules) - modules:
-        if name in ("program", "neighbour"):
+        if name in ("program", "neighbour", "train"):
             del sys.modules[name]
 
 
@@ -176,7 +251,7 @@ no_arguments = lambda: (loss_fn, SHAPES[0])  # noqa: E731
 WRONG = {
     "fails_at_length": "The function THIS:fails_at_length failed: TypeError: all arrays differ all",
     "untraceable": "The audit of THIS:untraceable failed: TypeError: ",
-    "no_arguments": "which may be shapes, got (function, ShapeDtypeStruct).",
+    "no_arguments": "of a policy, got (function, ShapeDtypeStruct): write `return loss_fn, (param",
 }
 
 
@@ -196,7 +271,7 @@ def test_another_module_of_the_name_of_a_script(program, capsys):
 
 
 HELP = {
-    (): ["explain", "audit", "ranges", "first-nonfinite", "doctor", "--version", "exit code"],
+    (): ["explain", "audit", "ranges", "first-nonfinite", "plan", "doctor", "--version", "exit c"],
     ("audit",): ["--platform {cpu,cuda,gpu,tpu}", "--json", "--"],
     ("ranges",): ["--plot PATH", "--json"],
 }

@@ -17,6 +17,7 @@ from compiled_step import partitioned
 from helpers import ROOT
 from helpers.findings_of import shape as f32
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
@@ -345,7 +346,7 @@ def test_the_outputs_that_a_gradient_becomes():
 
 # Collectives that XLA inserts
 
-OUTSIDE = "Outside of shard_map, XLA may insert more collectives: lowered.compile() has them."
+OUTSIDE = "Outside of shard_map, XLA may insert more collectives: partitioned=True has them."
 
 
 def test_under_jit_a_lowered_step_says_where_its_collectives_are():
@@ -354,16 +355,51 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are():
     assert report.collectives == () and report.sent == 0
     assert str(report).startswith("jit__lambda on 8 devices\n\n12 products, 3.54 MFLOP\n\n")
     assert str(report).endswith(f"\n\nno collectives\n\n{OUTSIDE}")
-    text, compiled = partitioned(program)  # as the note on CPUs says
-    for given, bits, size in ((text, "bf16", 2), (compiled, "f32", 4)):
-        found = {(*one[:3], one.times, one.parameter) for one in look(given).collectives}
+    reports = look(program, partitioned=True), look(program.compile())
+    for report, bits, size in zip(reports, ("bf16", "f32"), (2, 4), strict=True):
+        assert report.devices == 8 and report.flops == look(program).flops / 8
+        found = {(*one[:3], one.times, one.parameter) for one in report.collectives}
         for name, elements, times in (("layers", 256, 3), ("head", 384, 1)):
             assert ("all-gather", bits, elements * size, times, f"params['{name}']") in found
             assert ("all-reduce", bits, elements * size, times, "") in found
-        reduced = (one.results for one in look(given).collectives if one.kind == "all-reduce")
-        names = ("output 0", "output 1")
-        names = names if given is text else ("result[0]['head']", "result[0]['layers']")
-        assert {*reduced} == {(), *((name,) for name in names)}
+        reduced = (one.results for one in report.collectives if one.kind == "all-reduce")
+        assert {*reduced} == {(), ("result[0]['head']",), ("result[0]['layers']",)}
+        assert OUTSIDE not in str(report)
+    assert reports[0].counts() == {"bf16 x bf16 -> bf16": 12}  # a CPU's compiler widens some
+    notes = [" ".join(report.notes) for report in reports]
+    assert "partitioned=True) shows those of the program" in notes[1]
+    assert notes[0].startswith("The program as XLA's partitioner made it") and len(notes[0]) < 80
+
+
+def test_what_is_not_lowered_cannot_be_partitioned():
+    step = jax.jit(jnp.sin).lower(1.0)
+    assert look(step, partitioned=True) == look(step)  # of one device
+    for given in step.compile(), step.as_text("hlo"):
+        with pytest.raises(TypeError, match="takes a lowered step, and got a (Compiled|str): pass"):
+            look(given, partitioned=True)
+
+
+def test_the_partitioned_program_is_read_though_jax_keeps_compiled_ones(tmp_path):
+    settings: Any = {"compilation_cache_dir": str(tmp_path), "enable_compilation_cache": True}
+    settings |= {"persistent_cache_min_compile_time_secs": 0}
+    settings |= {"persistent_cache_min_entry_size_bytes": -1}
+    before = {name: getattr(jax.config, f"jax_{name}") for name in settings}
+    split, whole = NamedSharding(MESH, ROWS), NamedSharding(MESH, P())
+    step = jax.jit(lambda x: bf16(x).T @ bf16(x), in_shardings=split, out_shardings=whole)
+    program = step.lower(f32(64, 16))
+    try:
+        for name, value in settings.items():
+            jax.config.update(f"jax_{name}", value)
+        compilation_cache.reset_cache()
+        program.compile()
+        assert [*tmp_path.iterdir()]
+        for _ in range(2):
+            (one,) = look(program, partitioned=True).collectives
+            assert one[:4] == ("all-reduce", "bf16", 16 * 16 * 2, 8)
+    finally:
+        for name, value in before.items():
+            jax.config.update(f"jax_{name}", value)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.slow  # a compiler of its own

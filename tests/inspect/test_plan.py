@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import logging
 import math
 import os
+import re
 import sys
 import types
 from typing import Any
@@ -401,7 +403,62 @@ def test_the_real_process_says_why_there_is_no_compiler():
     exported = jax.export.export(jax.jit(jnp.sin))(EIGHT)
     request = {"topology": {"platform": "nothing"}}
     found = compiling._asked(request, exported, CHIPS["h100"])
-    assert list(found) == ["error"] and "Error: " in found["error"] and "nothing" in found["error"]
+    assert list(found) == ["error"] and "nothing" in found["error"]
+    assert found["error"].startswith(f"{compiling.BROKEN} (") and "Error: " in found["error"]
+    assert found["error"].endswith("): pip install 'jmpx[cpu]' into an environment of its own.")
+
+
+def test_a_compiler_that_does_not_start_is_one_sentence_and_asked_once(asked, monkeypatch):
+    asks, sentence = [], f"{compiling.BROKEN} (RuntimeError: no plugin): pip install it."
+    monkeypatch.setattr(compiling, "_asked", lambda *_: asks.append(1) or {"error": sentence})
+    report = plan(tiny, ["c=f32", "c=bf16", "c=f16"])
+    assert len(asks) == 1 and [row.error for row in report.rows] == [""] * 3
+    assert str(report).count("no plugin") == 1
+    assert report.notes[0] == f"{sentence} These are counts of the trace."
+
+
+@pytest.mark.parametrize("with_tqdm", [True, False])
+def test_each_row_is_written_when_it_is_there(asked, monkeypatch, capsys, with_tqdm):
+    compile, seen = compiling._asked, []
+
+    def some(policy):  # a row says why `make_step` itself refuses a policy, too
+        if policy == "c=f16":
+            raise NotImplementedError("no float16 here")
+        return tiny(policy)
+
+    def slowly(*arguments):
+        seen.append(capsys.readouterr())
+        return compile(*arguments)
+
+    monkeypatch.setattr(compiling, "_asked", slowly)
+    if not with_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    report = plan(some, ["c=f32", "c=f16", "c=bf16"])
+    seen.append(capsys.readouterr())
+    assert [each.out for each in seen] == ["", "", ""] and seen[0].err == ""
+    first, refused = re.findall(r"c=\w+: .*", seen[1].err)
+    assert re.fullmatch(r"c=f32: peak 64 B, fits yes, accessed 64 B, compiled \d s", first)
+    assert refused == "c=f16: NotImplementedError: no float16 here"
+    assert "c=bf16: peak 48 B" in seen[2].err and len(report.rows) == 3
+    plan(tiny, ["c=f32"], chip=None)
+    assert capsys.readouterr().err == ""  # the counts of a trace are there at once
+
+
+def test_the_stack_trace_of_a_plugin_without_its_chip_is_hidden(asked, monkeypatch, caplog):
+    real, logger = jax.devices, logging.getLogger("jax.plugins")
+
+    def start(*names):
+        try:
+            raise RuntimeError("Unable to load CUDA. Is it installed?")
+        except RuntimeError:
+            logger.exception("Jax plugin configuration error")
+        return real(*names)
+
+    monkeypatch.setattr(jax, "devices", start)
+    plan(tiny)
+    assert caplog.records == []
+    logger.error("another")
+    assert [record.message for record in caplog.records] == ["another"]
 
 
 # The report.

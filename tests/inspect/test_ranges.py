@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +212,7 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
         (2.0, {}, 2**12),
         (1.0, {"head_room": 0}, 2**15),
         (2.0**-30, {}, 2**43),
+        (2.0**14.5, {}, 0.5),
         (2.0**20, {}, 2.0**-7),
         (1.0, {"dtype": "float8_e5m2"}, 2**13),
         (1.0, {"dtype": "float8_e4m3fn"}, 2**6),
@@ -224,10 +226,33 @@ def test_the_loss_scale_leaves_head_room(largest, options, scale):
     loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
     assert float(loss_scale.loss_scale) == found.loss_scale()
     assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
+    code = re.search(r"In code: (.*)\nWithout min_loss_scale the floor is 1(.*)\.", str(found))
+    assert (code is not None) == (found.loss_scale() < 1)
+    if code:  # at its floor no gradient overflows
+        assert eval(code[1], {"jmpx": jmpx}).adjust(False) == loss_scale
+        is_too_large = largest > 65504
+        assert code[2] == ", where this step is skipped" * is_too_large
     said = "A loss that is itself computed in float16 takes dynamic,init=32768."
     assert (said in str(found)) == (found.loss_scale() > 2**15)
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         found.loss_scale(1.5)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_loss_scale_of_a_loss_with_derivatives_inside_is_that_of_its_gradients(rng):
+    """As of a network that solves an equation, or of forces: `grad` inside of the loss."""
+    w, x = normal(rng, 4, 1), normal(rng, 16, 4)
+
+    def loss_fn(w, x):
+        slope = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+        return 1e5 * jnp.mean(slope**2)
+
+    found = look(loss_fn)(w, x)
+    largest = np.abs(jax.grad(loss_fn)(w, x)).max()
+    assert found.title == "loss_fn and its gradient" and largest > 2**10
+    assert max(found.histogram().exponents) >= np.log2(largest) - 1
+    assert found.loss_scale() * largest < 2**15
+    number = jnp.int32(3)  # nothing to differentiate
+    assert look(lambda n, w: loss_fn(w * n.astype(w.dtype), x))(number, w).title == "<lambda>"
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):

@@ -163,9 +163,9 @@ def test_states_on_several_devices(spec):
     scaling = jax.tree.unflatten(jax.tree.structure(jmpx.DynamicLossScale()), leaves)
     jmpx.inspect.check_progress(state, scaling, max_consecutive=7)
     text = message(state, scaling, max_consecutive=6)
-    spelled = "'dynamic,init=4': " if is_one else "'DynamicLossScale(loss_scale=Array("
-    assert text.startswith("Skipped 7 optimizer steps in a row, more than ")
-    assert f"max_consecutive=6, with the loss scale {spelled}" in text
+    scale, member = (4, "") if is_one else (2, " in member 1 of 4 (counted from 0)")
+    assert text.startswith(f"Skipped 7 optimizer steps in a row{member}, more than ")
+    assert f"max_consecutive=6, with the loss scale 'dynamic,init={scale}': " in text
 
 
 # check_progress
@@ -196,7 +196,7 @@ def restored(scaling, number):
 def test_the_message_tells_the_scale_and_the_first_gradients_that_are_not_finite(rng):
     for scaling, expected in [
         (NO_SCALE, "=50, with the loss scale 'none': lower the learning rate, "),
-        (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1': "),
+        (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1', which is at its floor"),
         (restored(jmpx.DynamicLossScale(), math.nan), "'DynamicLossScale("),
     ]:
         assert expected in message(after(51), scaling)
@@ -205,6 +205,63 @@ def test_the_message_tells_the_scale_and_the_first_gradients_that_are_not_finite
     assert "'none': lower" in message(after(51), NO_SCALE, {"a": grads["a"]})
     # Gradients that are not finite are no error by themselves.
     jmpx.inspect.check_progress(after(50), NO_SCALE, grads)
+
+
+FLOORS = {  # loss scales, and whether they can fall no further
+    "the default": (jmpx.DynamicLossScale(1.0), True),
+    "above it": (jmpx.DynamicLossScale(2.0), False),
+    "a lower floor": (jmpx.DynamicLossScale(1.0, min_loss_scale=2.0**-7), False),
+    "at a lower floor": (jmpx.DynamicLossScale(2.0**-7, min_loss_scale=2.0**-7), True),
+    "without a floor": (jmpx.DynamicLossScale(2.0**-126, min_loss_scale=0), False),
+    "static": (jmpx.StaticLossScale(1.0), False),
+    "of JMP": (jmp.DynamicLossScale(jnp.float32(1)), False),
+}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_the_message_says_that_a_scale_can_fall_no_further(name):
+    scaling, is_at_floor = FLOORS[name]
+    text = message(after(51), scaling)
+    floor = ", which is at its floor, min_loss_scale, where gradients still are not finite: if "
+    floor += "the parameters are finite, lower that floor to the scale that jmpx.inspect.ranges "
+    assert (floor in text) == ("floor" in text) == is_at_floor
+    assert "lower the learning rate" in text
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 3)])
+def test_the_members_of_an_ensemble_that_skip_are_named(shape, rng):
+    """Forces of networks, of which some start where float16 overflows at every scale from 1 on."""
+    size = math.prod(shape)
+    bad = sorted(map(int, rng.choice(size, int(rng.integers(1, 4)), replace=False)))
+    optimizer, params = jmpx.skip_nonfinite(optax.sgd(1e-3)), normal(rng, *shape, 3)
+    scales = np.full(shape, 64.0, np.float32)
+    factors = np.ones(size, np.float32)
+    factors[bad] = 1e6
+
+    def loss_fn(w, factor):
+        return jnp.sum((w.astype(jnp.float16) * factor.astype(jnp.float16)).astype(jnp.float32))
+
+    def step(w, state, scaling, factor):
+        grad_fn = jmpx.grad(loss_fn, scaling, policy="full", uncast=1)
+        scaling, finite, grads = grad_fn(w, factor)
+        w, state = jmpx.optimizer_update(w, optimizer, state, grads, finite)
+        return w, state, scaling
+
+    def start(w, scale):
+        return w, optimizer.init(w), jmpx.DynamicLossScale(scale)
+
+    several = step
+    for _ in shape:
+        several, start = jax.vmap(several), jax.vmap(start)
+    run, state = jax.jit(several), start(params, scales)
+    for _ in range(9):
+        state = run(*state, factors.reshape(shape))
+    text = message(*state[1:], max_consecutive=8)
+    named = ", ".join(map(str, bad))
+    assert f"Skipped 9 optimizer steps in a row in member {named} of {size} (counted fr" in text
+    assert "'dynamic,init=1', which is at its floor" in text
+    everyone = state[1]._replace(consecutive_skipped=jnp.full(shape, 99))
+    assert "in a row, more" in message(everyone, state[2], max_consecutive=8)
 
 
 @pytest.mark.thorough

@@ -5,8 +5,10 @@ import dataclasses
 import operator
 import os
 import re
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +29,11 @@ _PRODUCTS_ON_CPU = (
 )
 _COLLECTIVES_ON_CPU = (
     "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
-    "float16: the dtypes and bytes are this machine's, not the program's. Under shard_map, "
-    "jmpx.inspect.compiled(lowered) shows those of the program; under jit, give it the text "
-    "that XLA writes after its partitioner, as docs/compiled.md shows."
+    "float16: the dtypes and bytes are this machine's, not the program's. "
+    "jmpx.inspect.compiled(lowered, partitioned=True) shows those of the program."
 )
-_MORE = "Outside of shard_map, XLA may insert more collectives: lowered.compile() has them."
+_MORE = "Outside of shard_map, XLA may insert more collectives: partitioned=True has them."
+_PARTITIONED = "The program as XLA's partitioner made it, before it is compiled for a machine."
 _IN_WHILE = "A + after the times marks a while loop of unknown length: one trip is counted."
 _IN_BRANCH = "All branches of conditionals are counted."
 
@@ -127,7 +129,7 @@ class Compiled(Report):
         yield from (textwrap.fill(note, _WIDTH) for note in self.notes)
 
 
-def compiled(step: object) -> Compiled:
+def compiled(step: object, *, partitioned: bool = False) -> Compiled:
     """Returns the products, the collectives and the memory of a step.
 
     It runs nothing. A lowered step has the products of the program, on the platform that it is
@@ -139,6 +141,8 @@ def compiled(step: object) -> Compiled:
     Args:
         step: the result of `jax.jit(f).lower(...)`, or of its `.compile()`, also of Equinox and
             Flax NNX; or the text of a module of HLO.
+        partitioned: whether to compile a lowered step, and to read what XLA's partitioner made of
+            it: all collectives, in the program's dtypes, of which a CPU's compiler widens many.
 
     Returns:
         The products, the collectives and the memory, with notes on their limits.
@@ -147,7 +151,7 @@ def compiled(step: object) -> Compiled:
         `jmpx.inspect.audit` takes a function and names the line to change.
 
     Raises:
-        TypeError: if `step` is something else, such as a function that is not lowered.
+        TypeError: if `step` is something else, or `partitioned` is given for a compiled one.
         ValueError: if `step` is a text of another language, or a compiled step without HLO.
 
     Example:
@@ -178,19 +182,22 @@ def compiled(step: object) -> Compiled:
         hlo: Any = step.compiler_ir("hlo")
         counts = (stablehlo.operation.attributes[f"mhlo.num_{name}"] for name in _COUNTS)
         partitions, replicas = (int(str(count).partition(" ")[0]) for count in counts)
-        devices, is_partitioned = partitions * replicas, partitions == 1
-        text, outputs = hlo.get_hlo_module().to_string(), _outputs(step)
-    elif isinstance(step, jax.stages.Compiled):
+        devices, is_partitioned = partitions * replicas, partitioned or partitions == 1
+        partitioned = partitioned and partitions > 1
+        text = _partitioned(step) if partitioned else hlo.get_hlo_module().to_string()
+        outputs = _outputs(step)
+    elif isinstance(step, jax.stages.Compiled) and not partitioned:
         text, outputs, platform = step.as_text() or "", _outputs(step), _platform(step)
         said = step.memory_analysis()  # None, or fields that differ by backend
         sizes: list[Any] = [getattr(said, f"{name}_in_bytes", None) for name in _SIZES]
         memory = None if None in sizes else Memory(*sizes)
-    elif isinstance(step, str):
+    elif isinstance(step, str) and not partitioned:
         text = step
     else:
         raise TypeError(
-            "jmpx.inspect.compiled takes a lowered or compiled step, and got a "
-            f"{type(step).__name__}: pass jax.jit(step).lower(*args), or what compile() returns."
+            f"jmpx.inspect.compiled takes a lowered {'' if partitioned else 'or compiled '}step, "
+            f"and got a {type(step).__name__}: pass jax.jit(step).lower(*args)"
+            f"{'' if partitioned else ', or what compile() returns'}."
         )
     module = Module(text, devices)
     found = run(module, outputs)
@@ -205,12 +212,23 @@ def compiled(step: object) -> Compiled:
         f"{unread} cannot be read: their products are missing.": bool(kernels),
         _COLLECTIVES_ON_CPU: is_cpu and any(one.dtype in ("f32", "f16") for one in collectives),
         _MORE: not is_partitioned,
+        _PARTITIONED: partitioned,
         _IN_WHILE: any(one.in_while for one in found),
         _IN_BRANCH: any(one.in_branch for one in found),
     }
     found = tuple(one for one in products if one.kind != KERNEL), collectives, memory
     shown = tuple(note for note, holds in notes.items() if holds)
     return Compiled(module.name, module.devices, platform, *found, shown)
+
+
+def _partitioned(lowered: jax.stages.Lowered) -> str:
+    """Compiles a step; returns the HLO that XLA's partitioner made of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
+        # There is no such pass. It has JAX compile, and not load a program that it has kept.
+        lowered.compile({**dump, "xla_disable_hlo_passes": folder})
+        (file,) = Path(folder).glob("*.after_spmd-partitioning.*")
+        return file.read_text()
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:

@@ -1,9 +1,12 @@
 """The public function `jmpx.inspect.plan(make_step, policies)`, and its report."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from jmpx._base.formats import lacking_for, listed
 from jmpx._base.messages import describe, share_text
@@ -12,7 +15,7 @@ from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.report import Products
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
-from jmpx._inspect.plan.compiling import ask, line_of, placed, versions
+from jmpx._inspect.plan.compiling import BROKEN, ask, line_of, placed, versions
 from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import progress
@@ -22,7 +25,7 @@ from jmpx._scales.strings import MixedPrecisionLike, get_mixed_precision
 
 _NUMBERS = 16  # the most elements of an array argument: a key, a count, a loss scale
 _CONSTANT = 8 * 2**20  # the most bytes of a constant: a mask, a table of positions
-_NO_DONATION = (
+NO_DONATION = (
     "No argument is donated, so that the old state is held beside the new one: jit the step with "
     "donate_argnums."
 )
@@ -167,11 +170,18 @@ def plan(
     if not callable(make_step):
         raise TypeError(f"Expected make_step to be a function of a policy, got {make_step!r}.")
     reason = missing(target) if target else ""
+    if target:  # JAX starts without the stack trace of a plugin that finds no chip here
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+        try:
+            jax.devices()
+        finally:
+            logging.disable(before)
     rows, programs, failures = list[Planned](), list[Program](), list[Exception]()
     with progress("policies", len(names)) as done:
         for name, policy, own in zip(names, policies, rules, strict=True):
-            step, arguments = _made(make_step, policy)
             try:
+                step, arguments = _made(make_step, policy)
                 programs.append(traced_step(step, arguments))
             except Exception as error:  # such as a kernel that refuses a dtype
                 failures.append(error)
@@ -179,13 +189,16 @@ def plan(
             else:
                 _refuse_arrays(programs[-1])
                 unfit = lacking_for(own, target.name, target.formats) if target else []
-                rows.append(_planned(name, programs[-1], target, not reason, *unfit[:1]))
-            done()
+                row = _planned(name, programs[-1], target, not reason, *unfit[:1])
+                if row.error.startswith(BROKEN):
+                    reason, row = row.error, row._replace(error="")
+                rows.append(row)
+            done(_line(rows[-1]) if target and not reason else "")
     if not programs:
         raise failures[0]
     if not target:
         return Plan(programs[0].name, None, None, "", tuple(rows))
-    notes = [] if any(placed(program)[0] for program in programs) else [_NO_DONATION]
+    notes = [] if any(placed(program)[0] for program in programs) else [NO_DONATION]
     notes += [_UNTUNED] if target.platform == "cuda" else []
     notes = [f"{reason} These are counts of the trace."] if reason else notes
     if any(rule.is_in_eight_bits for own in rules for rule in own):
@@ -195,13 +208,11 @@ def plan(
 
 
 def _names(policies: object) -> list[str]:
-    """Returns the names of policies in a report; raises an error if one is no policy."""
+    """Returns the names of policies in a report; raises an error if they are no list."""
     if isinstance(policies, str) or not isinstance(policies, Sequence) or not policies:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
         )
-    for policy in policies:
-        get_mixed_precision(policy)
     return [each if isinstance(each, str) else short_names(str(each)) for each in policies]
 
 
@@ -275,6 +286,12 @@ def _row(row: Planned, is_compiled: bool) -> dict[str, str]:
         "collectives": _shares(row.sent),
         "compiled": "" if row.seconds is None else f"{row.seconds:.0f} s",
     }
+
+
+def _line(row: Planned) -> str:
+    """Returns a row as a line, for those who wait for the next one."""
+    cells = (f"{name} {cell}" for name, cell in _row(row, True).items() if name and cell)
+    return f"{row.policy}: {row.error or ', '.join(cells)}"
 
 
 def _bytes(number: float | None) -> str:

@@ -141,7 +141,7 @@ def missing(chip: Chip) -> str:
             f"JAX {jax.__version__} cannot compile for an {chip.name} that is not there: use JAX "
             f"{' or '.join(GPU_VERSIONS)}."
         )
-    compilers, extra = (("jax_cuda12_plugin",), "cuda") if is_gpu else (("libtpu",), "tpu")
+    compilers = ("jax_cuda12_plugin",) if is_gpu else ("libtpu",)
     if all(map(find_spec, (*compilers, "flatbuffers"))):
         return ""
-    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{extra}]'."
+    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{chip.platform}]'."

@@ -34,6 +34,7 @@ _PACKAGES = "jmpx jaxlib nvidia-cuda-nvcc-cu12 jax libtpu jax-cuda12-plugin".spl
 # How a TPU's compiler says that a program does not fit.
 _NEEDED = re.compile(r"([\d.]+)([KMGT])\)? (?:exceeds|of) ")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+BROKEN = "The compiler does not start"
 _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')
 
 
@@ -130,7 +131,12 @@ def versions(chip: Chip) -> str:
 
 def answer(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, Any]:
     """Returns the memory, bytes, collectives and seconds of a program, by its compiler."""
-    devices = topologies.get_topology_desc(**request["topology"]).devices[: exported.nr_devices]
+    try:
+        devices = topologies.get_topology_desc(**request["topology"]).devices
+    except Exception as error:  # of a plugin
+        remedy = f"pip install 'jmpx[{exported.platforms[0]}]' into an environment of its own"
+        return {"error": f"{BROKEN} ({line_of(error)}): {remedy}."}
+    devices = devices[: exported.nr_devices]
     both = zip(exported.in_avals, _shardings(request, devices), strict=True)
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in both]
     traced = jax.jit(exported.call, donate_argnums=request["donated"]).trace(*arguments)

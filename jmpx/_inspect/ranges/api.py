@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Never
 
+import jax
+
 from jmpx._base.contexts import MEASURED
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.messages import describe, share_text
-from jmpx._base.trees import PyTree
+from jmpx._base.trees import PyTree, is_floating
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._inspect.ranges.counting import (
@@ -27,7 +29,7 @@ from jmpx._inspect.ranges.counting import (
 from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import scale_text, with_arrays
 from jmpx._inspect.text import columns, count_text, refuse_arguments
-from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
+from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +125,8 @@ class Ranges(Report):
         It is the largest power of two with which the largest gradient, times `2**head_room`, does
         not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
         that is itself computed in float16, as under `policy="c=f16"` of the gradient functions,
-        takes no more than 2**15, because the scale passes through its dtype.
+        takes no more than 2**15, because the scale passes through its dtype. A dynamic scale below
+        1 needs a floor as low: `jmpx.DynamicLossScale(scale, min_loss_scale=min(scale, 1))`.
 
         Args:
             head_room: by how many powers of two gradients may grow, a whole number.
@@ -263,6 +266,11 @@ def _advice_lines(found: Ranges, every: Histogram, scale: float) -> Iterator[str
     if gradients.numbers:
         largest = f"largest gradient 2**{max(gradients.exponents)}"
         yield f"Loss scale for float16: {scale_text(scale)}  ({largest})"
+        if scale < 1:
+            skips = gradients.head_room("float16") < 0
+            number, end = format_number(scale), ", where this step is skipped" * skips
+            yield f"In code: jmpx.DynamicLossScale({number}, min_loss_scale={number})"
+            yield f"Without min_loss_scale the floor is 1{end}."
         if scale > _IN_FLOAT16:
             yield f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
     if every.masked:
@@ -322,9 +330,10 @@ def ranges(fn: Callable[..., object], *args: Never) -> Callable[..., Ranges]:
     call.
 
     Args:
-        fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
-            a tuple that begins with one. Or a step that computes its own gradients; if it scales
-            its loss, its gradients count as scaled. Any other function runs as it is.
+        fn: a loss, which is differentiated in its first argument, also if it has derivatives
+            inside: it returns a floating scalar, or a tuple that begins with one. Or a step that
+            computes its own gradients; if it scales its loss, its gradients count as scaled. Any
+            other function runs as it is.
         *args: none: the function that is returned takes the arguments of `fn`.
 
     Returns:
@@ -357,6 +366,8 @@ def ranges(fn: Callable[..., object], *args: Never) -> Callable[..., Ranges]:
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
         program = traced_program(fn, args, kwargs, purpose=MEASURED)
+        if program.is_bare_loss and any(map(is_floating, jax.tree.leaves(args[:1]))):
+            program = traced_program(fn, args, kwargs, purpose=MEASURED, is_loss=True)
         program = with_arrays(program, "jmpx.inspect.ranges")
         rows = Rows(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
