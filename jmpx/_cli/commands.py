@@ -277,7 +277,7 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
     from jmpx._jaxprs import core
 
     program = traced_program(loss, args)
-    if not (program.is_differentiated or program.is_bare_loss):
+    if not program.is_differentiated:
         raise ValueError(
             f"Expected a loss, which each policy casts, got {program.name}, which is none: return "
             "behind its arguments a make_step, which returns a step and its arguments by policy."
@@ -285,7 +285,7 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
 
     def make_step(policy: str) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
         policy_map = get_mixed_precision(policy).policy_map
-        jaxpr = traced_program(apply_policy(loss, policy_map), args, is_loss=True).jaxpr
+        jaxpr = traced_program(apply_policy(loss, policy_map), args).jaxpr
         step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
         step.__name__ = f"the gradients of {program.name}"
         return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
 from jmpx._base.stateful import split
-from jmpx._base.trees import PyTree, is_floating, is_floating_dtype, is_traceable
+from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import any_holds, holds, inner_of, is_backward, walk
 from jmpx._jaxprs.marks import Array, Equation, Jaxpr
@@ -59,12 +59,6 @@ class Program:
     gradients: int = 0  # how many of the last results are gradients of a loss
 
     @property
-    def is_bare_loss(self) -> bool:
-        """Whether it returns one floating number, without a gradient of it: derivatives inside."""
-        results = [x.shape == () and is_floating_dtype(x.dtype) for x in self.jaxpr.out_avals]
-        return results == [True] and not self.is_differentiated
-
-    @property
     def uses_autocast(self) -> bool:
         """Whether `jmpx.autocast` took a policy map."""
         return "jmpx.autocast" in self.mapped_by
@@ -86,11 +80,10 @@ def traced_program(
     kwargs: dict[str, PyTree] | None = None,
     with_gradient: bool = True,
     purpose: str = SHOWN,
-    is_loss: bool | None = None,
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is traced as it is. Whether it is a loss is found out unless it is known.
+    Any other function is traced as it is.
 
     Raises:
         TypeError: if `fn` is not callable, or is compiled.
@@ -103,7 +96,7 @@ def traced_program(
             "that are lowered or compiled."
         )
     call = _Call(fn, args, kwargs or {}, purpose=purpose)
-    is_loss = is_loss if with_gradient else False
+    is_loss = None if with_gradient else False
     try:
         return _traced_program(call, is_loss)
     except (TypeError, ValueError):

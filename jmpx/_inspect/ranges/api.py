@@ -7,12 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Never
 
-import jax
-
 from jmpx._base.contexts import MEASURED
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.messages import describe, share_text
-from jmpx._base.trees import PyTree, is_floating
+from jmpx._base.trees import PyTree
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 from jmpx._inspect.ranges.counting import (
@@ -366,8 +364,6 @@ def ranges(fn: Callable[..., object], *args: Never) -> Callable[..., Ranges]:
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
         program = traced_program(fn, args, kwargs, purpose=MEASURED)
-        if program.is_bare_loss and any(map(is_floating, jax.tree.leaves(args[:1]))):
-            program = traced_program(fn, args, kwargs, purpose=MEASURED, is_loss=True)
         program = with_arrays(program, "jmpx.inspect.ranges")
         rows = Rows(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
