@@ -32,7 +32,8 @@ from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, imported_adapters
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import call_with_proxies, computing
+from jmpx._policies.proxies import call_with_proxies
+from jmpx._policies.registry import computing
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
 from jmpx._scales.strings import MixedPrecisionLike, policy_map_of

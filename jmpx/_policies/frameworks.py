@@ -58,9 +58,11 @@ class Proxies(Protocol):
 
     Attributes:
         made: the proxy classes, and the classes that they replace.
+        copies: whether `replace` leaves the modules themselves as they are.
     """
 
     made: dict[type, type]
+    copies: bool
 
     def replace(self, tree: T) -> T:
         """Returns a pytree with proxies in place of its modules."""
