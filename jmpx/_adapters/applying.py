@@ -16,7 +16,7 @@ import numpy as np
 from jmpx._adapters.function_casts import refuse_set
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel, warn
+from jmpx._base.messages import casts_noted, check_runs_at_once, describe, user_stacklevel, warn
 from jmpx._base.stateful import (
     Arguments as Args,
     Changes,
@@ -29,10 +29,9 @@ from jmpx._base.stateful import (
 )
 from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
-from jmpx._policies.frameworks import Creation, imported_adapters
+from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adapters
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.policy import Policy
-from jmpx._policies.proxies import call_with_proxies
 from jmpx._policies.registry import computing
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
@@ -282,6 +281,10 @@ class Application(NamedTuple):
         policy_map, way = self.policy_map, self.policy_map.way
         with contextlib.ExitStack() as stack:
             stack.enter_context(summed_in_float32())
+            if way != "operations":
+                name = getattr(code_of(self.func), "co_name", type(self.func).__name__)
+                dtype = dtype_name(policy_map.default.compute_dtype)
+                stack.enter_context(casts_noted(f"the {way} of {name}", dtype, policy_map))
             # In a context around a gradient function, `full` there means no casts of its own.
             if way != "modules" and self.name == _NAME:
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`

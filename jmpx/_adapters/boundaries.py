@@ -219,6 +219,7 @@ def run_cast(
     kwargs: Kwargs,
     *,
     by: str,
+    module: Module,
     is_boundary: bool,
     carry: PyTree = None,
     passes: Passes = lambda node: False,
@@ -236,7 +237,7 @@ def run_cast(
 
     The outermost call leaves the arguments of `leaving_uncast` as they are. The new `carry` of a
     step gets the dtypes of the old one. Nodes that `passes` selects stay as they are. `by` is the
-    function that has the call cast, as the user calls it.
+    function that has the call of the `module` cast, as the user calls it.
     """
     kept = _kept.get() if is_outermost() else None
     inputs = passes if kept is None else kept.passing(passes, args, kwargs)
@@ -249,7 +250,7 @@ def run_cast(
         return inputs(node) or (is_floating(node) and node.dtype.itemsize <= size)
 
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else inputs)
-    with running(policy, by):
+    with running(policy, by, module):
         result = method(*args, **kwargs)
     if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):
         return cast_result(result, carry)

@@ -216,7 +216,7 @@ class LinenScope(PolicyScope):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     return self.run_public(call, module, method, args, kwargs, carry)
-                with running(call.policy, _NAME):
+                with running(call.policy, _NAME, call.module):
                     return cast_result(method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
@@ -236,11 +236,12 @@ class LinenScope(PolicyScope):
         has_own = reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary is not None:
-            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
+            cast = functools.partial(run_cast, policy, method, args, kwargs, is_boundary=True)
+            return cast(by=_NAME, module=call.module, carry=carry)
         if call.reading is not None and (has_own or module.is_initializing()):
             result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
-            with running(policy, _NAME):
+            with running(policy, _NAME, call.module):
                 result = method(*args, **kwargs)
         return cast_result(result, carry)
 
@@ -308,7 +309,10 @@ def _run_reading(
     the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
-    run_reading = functools.partial(run_cast, policy, by=_NAME, is_boundary=False, keeps=keeps)
+    called = module_of(module)
+    run_reading = functools.partial(
+        run_cast, policy, by=_NAME, module=called, is_boundary=False, keeps=keeps
+    )
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
@@ -316,7 +320,7 @@ def _run_reading(
 
     if reads(module):
         return run_reading(run, args, kwargs)
-    with running(policy, _NAME):
+    with running(policy, _NAME, called):
         result = run(*args, **kwargs)
     if not reads(module):
         return result

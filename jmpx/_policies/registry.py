@@ -22,13 +22,17 @@ from jmpx._base.contexts import (
     set_fact,
 )
 from jmpx._base.dtypes import dtype_name, matmul_of, matmul_region
-from jmpx._base.messages import user_stacklevel
+from jmpx._base.messages import casts_noted, user_stacklevel
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
-from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
+from jmpx._policies.frameworks import (
+    ClassPolicies,
+    adapters_of,
+    call_with_proxies,
+    imported_adapters,
+)
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, PolicyLike
-from jmpx._policies.proxies import call_with_proxies
 from jmpx._policies.strings import get_policy
 
 # A class is stored by its name, which survives a reload of its module. Classes that are made in
@@ -238,10 +242,11 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(policy: Policy | None, by: str) -> Iterator[None]:
+def running(policy: Policy | None, by: str, module: Module | None = None) -> Iterator[None]:
     """Makes a policy, or None, the current one while a method runs.
 
-    `by` is the function of the adapter that casts, as the user calls it.
+    `by` is the function of the adapter that casts, as the user calls it. Errors of dtypes get a
+    note that names the `module`.
     """
     if policy is not None:
         note_cast(by, policy.compute_dtype)
@@ -251,7 +256,7 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
     _registry.running.append(policy)
     try:
         computes = contextlib.nullcontext() if policy is None else computing(policy, outer)
-        with computes, _gathers(policy):
+        with computes, _gathers(policy), _noted(policy, module):
             yield
     finally:
         _registry.running.pop()
@@ -273,6 +278,15 @@ def computing(policy: Policy, outer: Policy | None = None) -> Iterator[None]:
         full_precision() if is_island else contextlib.nullcontext(),
     ):
         yield
+
+
+def _noted(policy: Policy | None, module: Module | None) -> AbstractContextManager[object]:
+    """Returns the context that adds a note to errors of the dtype to which a policy casts."""
+    if policy is None or module is None:
+        return contextlib.nullcontext()
+    dtype, name = dtype_name(policy.compute_dtype), module.cls.__name__
+    what = f"{name} at {module.path!r}" if module.path else name
+    return casts_noted(what, dtype, f"compute={dtype}", f", or write the rule '{name}: full'")
 
 
 def _gathers(policy: Policy | None) -> AbstractContextManager[object]:

@@ -30,8 +30,6 @@ T = TypeVar("T")
 class _Marker:
     """Has modules in pytrees mark their calls, with paths from the outermost; see `Proxies`."""
 
-    copies = True
-
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
         self.made: dict[type, type] = {}
@@ -80,8 +78,6 @@ class _Views:
     A train state, a module that holds the state of an optimizer, is no model, but may hold some.
     Data is none either: neither it nor any module in it has public methods.
     """
-
-    copies = True
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.scope = EquinoxScope(policy_map)

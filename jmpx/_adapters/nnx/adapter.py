@@ -32,8 +32,6 @@ T = TypeVar("T")
 class _Views:
     """Turns the models in pytrees into views, and back; see `Proxies`."""
 
-    copies = False
-
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
         self.made: dict[type, type] = {}
@@ -129,8 +127,6 @@ def _settable(variable: nnx.Variable, arrays: dict[int, PyTree]) -> nnx.Variable
 
 class _Marker:
     """Has modules in pytrees mark their calls, with paths from the outermost; see `Proxies`."""
-
-    copies = False
 
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
