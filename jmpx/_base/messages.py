@@ -54,6 +54,7 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     known = choices if isinstance(choices, dict) else {choice: choice for choice in choices}
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
+    near += [each for each in known if len(word) > 1 and each.startswith(word)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."
 
 

@@ -106,6 +106,10 @@ class Adapter:
         """Returns the policy under which the framework itself runs a method; None without one."""
         return None
 
+    def out_of_sight(self, given: PyTree) -> str:
+        """Returns what to do, if arguments show that a function makes modules itself."""
+        return ""
+
     def held(self) -> Iterable[PyTree]:
         """Returns the parameters and the state that a running function of the framework holds."""
         return ()
@@ -165,6 +169,11 @@ def imported_adapters() -> Iterator[Adapter]:
     for package, name in _ADAPTERS.items():
         if sys.modules.get(package) is not None:  # without its framework, no module can run
             yield importlib.import_module(name).adapter
+
+
+def out_of_sight(given: PyTree) -> str:
+    """Returns what to do to have modules known that were not met; empty without such a thing."""
+    return "".join(adapter.out_of_sight(given) for adapter in imported_adapters())
 
 
 def adapters_of(cls: type) -> Iterator[Adapter]:

@@ -22,7 +22,7 @@ from jmpx._base.contexts import (
     set_fact,
 )
 from jmpx._base.dtypes import dtype_name, matmul_of, matmul_region
-from jmpx._base.messages import casts_noted, user_stacklevel
+from jmpx._base.messages import casts_noted, describe, user_stacklevel
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
 from jmpx._policies.frameworks import (
@@ -65,8 +65,8 @@ def _store_of(cls: type) -> ClassPolicies | None:
     """Returns the store of the framework that a class descends from; None if jmpx stores it."""
     if not isinstance(cls, type):
         raise TypeError(
-            f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
-            "hk.Linear."
+            f"Expected a class to attach a policy to, got {describe(cls)}: pass the class itself, "
+            "such as hk.Linear, as the first argument."
         )
     stores = (adapter.class_policies for adapter in adapters_of(cls))
     return next((store for store in stores if store is not None), None)

@@ -79,7 +79,8 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     if not isinstance(model, eqx.Module):
         raise TypeError(
             f"Expected an equinox.Module to make a view of, got a {type(model).__name__}: pass the "
-            "model itself, or make views of the modules in it one by one."
+            "model itself, or make views of the modules in it one by one; jmpx.flax is for Linen "
+            "and NNX."
         )
     followed = None if policy_map is None else for_modules(policy_map, _NAME)
     scope = EquinoxScope(followed)
