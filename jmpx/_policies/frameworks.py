@@ -106,10 +106,6 @@ class Adapter:
         """Returns the policy under which the framework itself runs a method; None without one."""
         return None
 
-    def out_of_sight(self, given: PyTree) -> str:
-        """Returns what to do, if arguments show that a function makes modules itself."""
-        return ""
-
     def held(self) -> Iterable[PyTree]:
         """Returns the parameters and the state that a running function of the framework holds."""
         return ()
@@ -172,8 +168,13 @@ def imported_adapters() -> Iterator[Adapter]:
 
 
 def out_of_sight(given: PyTree) -> str:
-    """Returns what to do to have modules known that were not met; empty without such a thing."""
-    return "".join(adapter.out_of_sight(given) for adapter in imported_adapters())
+    """Returns what to do, if arguments show that a function makes a model of NNX itself."""
+    from jmpx._base.stateful import nnx  # here, so that the import of jmpx stays light
+
+    nodes = jax.tree.leaves(given, is_leaf=lambda node: type(node).__name__ == "State")
+    has_state = nnx() is not None and any(isinstance(node, nnx().State) for node in nodes)
+    instead = "in place of the nnx.State that nnx.merge gets in the function"
+    return f"pass the model itself {instead}" if has_state else ""
 
 
 def adapters_of(cls: type) -> Iterator[Adapter]:
@@ -234,22 +235,24 @@ def call_with_proxies(
         try:
             result = fn(*given, **named)
         except ValueError as error:
-            closing, classes = fn, set[type]()
-            for each in proxies:
-                joined = _joined(error, each.made)
-                closing = _closing_over(closing, each.replace, {}) if joined else closing
-                classes |= joined
-            if classes and closing is fn:
-                names = ", ".join(sorted({cls.__name__ for cls in classes}))
-                error.add_note(
-                    f"jmpx gives the modules in arguments ({names}) subclasses, so that rules can "
-                    "select them: where the function joins a part of a model with a part from "
-                    "outside, as equinox.combine does, pass both parts as arguments, or join them "
-                    "before the call and pass the whole model."
-                )
-            if closing is fn:
+            closing = fn
+            for each in (each for each in proxies if _joined(error, each.made)):
+                closing = _closing_over(closing, each.replace, {})
+            try:
+                if closing is fn:
+                    raise
+                result = closing(*given, **named)
+            except ValueError as last:
+                names = {cls.__name__ for each in proxies for cls in _joined(last, each.made)}
+                if names:
+                    last.add_note(
+                        f"jmpx gives the modules in arguments ({', '.join(sorted(names))}) "
+                        "subclasses, so that rules can select them: where the function joins a "
+                        "part of a model with a part from outside, as equinox.combine does, pass "
+                        "both parts as arguments, or join them before the call and pass the whole "
+                        "model."
+                    )
                 raise
-            result = closing(*given, **named)
         for each in proxies:
             result = each.restore(result)
     return result
@@ -299,18 +302,17 @@ def _closing_over(value: PyTree, change: _Change, known: dict[int, PyTree]) -> P
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = value  # where a function calls itself
+    around, cells = value.__globals__, value.__closure__ or ()
     names = () if is_of_library(value.__code__.co_filename) else _names(value.__code__)
-    around = {name: value.__globals__[name] for name in names if name in value.__globals__}
-    new = {name: _closing_over(old, change, known) for name, old in around.items()}
-    new = {name: each for name, each in new.items() if each is not around[name]}
-    cells, defaults = value.__closure__ or (), change(value.__defaults__)
+    read = {name: around[name] for name in names if name in around}
     held = [None if cell == types.CellType() else cell.cell_contents for cell in cells]
-    inside = [_closing_over(old, change, known) for old in held]
-    if new or any(map(operator.is_not, [defaults, *inside], [value.__defaults__, *held])):
-        triples = zip(cells, inside, held, strict=True)
-        own = tuple(c if new is old else types.CellType(new) for c, new, old in triples)
-        around = {**value.__globals__, **new} if new else value.__globals__
-        function = types.FunctionType(value.__code__, around, value.__name__, defaults, own)
+    olds = [value.__defaults__, *held, *read.values()]
+    news = [_closing_over(old, change, known) for old in olds]
+    if any(map(operator.is_not, news, olds)):
+        inside = zip(cells, held, news[1:], strict=False)
+        cells = tuple(c if new is old else types.CellType(new) for c, old, new in inside)
+        around = around | dict(zip(read, news[len(held) + 1 :], strict=True))
+        function = types.FunctionType(value.__code__, around, None, news[0], cells)
         function.__kwdefaults__ = value.__kwdefaults__
         known[id(value)] = functools.update_wrapper(function, value)
     return known[id(value)]
@@ -318,6 +320,5 @@ def _closing_over(value: PyTree, change: _Change, known: dict[int, PyTree]) -> P
 
 def _names(code: types.CodeType) -> Iterator[str]:
     """Yields the names of globals and attributes in a function, and in those that it defines."""
-    yield from code.co_names
-    for inner in (each for each in code.co_consts if isinstance(each, types.CodeType)):
-        yield from _names(inner)
+    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    yield from itertools.chain(code.co_names, *inner)

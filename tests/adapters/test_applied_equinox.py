@@ -359,11 +359,12 @@ def test_both_parts_of_a_model_are_joined(test):
 
 
 class Activated(eqx.Module):
-    """A leaf that is no array comes first."""
+    """A leaf that is no array comes first, and another one is named as the fields of Flax."""
 
     activation: Callable
     linear: eqx.nn.Linear
     norm: eqx.nn.LayerNorm
+    dtype: Any = jnp.float32
 
     def __call__(self, x):
         return self.norm(self.activation(self.linear(x)))

@@ -167,14 +167,6 @@ class _Adapter(Adapter):
     def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
         return _Marker(matches)
 
-    def out_of_sight(self, given: PyTree) -> str:
-        def is_state(node: object) -> bool:
-            return isinstance(node, nnx.State)
-
-        has_state = any(map(is_state, jax.tree.leaves(given, is_leaf=is_state)))
-        instead = "in place of the nnx.State that nnx.merge gets in the function"
-        return f"pass the model itself {instead}" if has_state else ""
-
     def views(self, policy_map: PolicyMap, objects: Sequence[PyTree]) -> _Views | None:
         return _Views(policy_map) if objects else None
 
