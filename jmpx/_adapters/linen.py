@@ -216,7 +216,7 @@ class LinenScope(PolicyScope):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     return self.run_public(call, module, method, args, kwargs, carry)
-                with running(call.policy, _NAME, call.module):
+                with running(call.policy, _NAME):
                     return cast_result(method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
@@ -241,7 +241,7 @@ class LinenScope(PolicyScope):
         if call.reading is not None and (has_own or module.is_initializing()):
             result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
-            with running(policy, _NAME, call.module):
+            with running(policy, _NAME):
                 result = method(*args, **kwargs)
         return cast_result(result, carry)
 
@@ -320,7 +320,7 @@ def _run_reading(
 
     if reads(module):
         return run_reading(run, args, kwargs)
-    with running(policy, _NAME, called):
+    with running(policy, _NAME):
         result = run(*args, **kwargs)
     if not reads(module):
         return result

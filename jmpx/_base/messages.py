@@ -90,7 +90,6 @@ def describe(value: object) -> str:
 # A note on errors of dtypes: which policy casts.
 
 
-_CASTS = "jmpx casts"
 _DTYPES = re.compile(r"\b(float64|float32|float16|bfloat16)\b(\[[^\]]*\])?")  # with the shape
 _REFUSED = re.compile(r"(?i)unsupported dtype|does not accept dtype|is not supported")
 
@@ -104,17 +103,18 @@ def casts_noted(what: str, dtype: str, policy: object, rule: str = "") -> Iterat
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        found, text = _DTYPES.findall(str(error)), str(error)
+        text, found = str(error), _DTYPES.findall(str(error))
         shapes = {shape for name, shape in found if name == dtype}
         same = shapes & {shape for name, shape in found if name != dtype}
         is_refused = bool(shapes) and _REFUSED.search(text) is not None
+        is_of_dtypes = is_refused or "" in same or (bool(same) and "dtype" in text)
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         is_own = frame.f_code.co_filename.startswith(os.path.dirname(os.path.dirname(__file__)))
-        is_noted = any(note.startswith(_CASTS) for note in getattr(error, "__notes__", ()))
-        if (is_refused or "" in same or (same and "dtype" in text)) and not (is_own or is_noted):
+        notes = getattr(error, "__notes__", ())
+        if is_of_dtypes and not is_own and not any(n.startswith("jmpx casts") for n in notes):
             around = ", or put jmpx.force_full_precision around the operation" if is_refused else ""
             error.add_note(
-                f"{_CASTS} {what} to {dtype}, as policy {str(policy)!r} says: apply it "
+                f"jmpx casts {what} to {dtype}, as policy {str(policy)!r} says: apply it "
                 f"by=operations, which leaves the dtypes in the code as they are{rule}{around}."
             )
         raise

@@ -22,7 +22,7 @@ from jmpx._base.contexts import (
     set_fact,
 )
 from jmpx._base.dtypes import dtype_name, matmul_of, matmul_region
-from jmpx._base.messages import casts_noted, describe, user_stacklevel
+from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
 from jmpx._policies.frameworks import (
@@ -242,11 +242,10 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(policy: Policy | None, by: str, module: Module | None = None) -> Iterator[None]:
+def running(policy: Policy | None, by: str) -> Iterator[None]:
     """Makes a policy, or None, the current one while a method runs.
 
-    `by` is the function of the adapter that casts, as the user calls it. Errors of dtypes get a
-    note that names the `module`.
+    `by` is the function of the adapter that casts, as the user calls it.
     """
     if policy is not None:
         note_cast(by, policy.compute_dtype)
@@ -256,7 +255,7 @@ def running(policy: Policy | None, by: str, module: Module | None = None) -> Ite
     _registry.running.append(policy)
     try:
         computes = contextlib.nullcontext() if policy is None else computing(policy, outer)
-        with computes, _gathers(policy), _noted(policy, module):
+        with computes, _gathers(policy):
             yield
     finally:
         _registry.running.pop()
@@ -278,15 +277,6 @@ def computing(policy: Policy, outer: Policy | None = None) -> Iterator[None]:
         full_precision() if is_island else contextlib.nullcontext(),
     ):
         yield
-
-
-def _noted(policy: Policy | None, module: Module | None) -> AbstractContextManager[object]:
-    """Returns the context that adds a note to errors of the dtype to which a policy casts."""
-    if policy is None or module is None:
-        return contextlib.nullcontext()
-    dtype, name = dtype_name(policy.compute_dtype), module.cls.__name__
-    what = f"{name} at {module.path!r}" if module.path else name
-    return casts_noted(what, dtype, f"compute={dtype}", f", or write the rule '{name}: full'")
 
 
 def _gathers(policy: Policy | None) -> AbstractContextManager[object]:
