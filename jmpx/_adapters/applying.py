@@ -16,7 +16,7 @@ import numpy as np
 from jmpx._adapters.function_casts import refuse_set
 from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
-from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel, warn
+from jmpx._base.messages import casts_noted, check_runs_at_once, describe, user_stacklevel, warn
 from jmpx._base.stateful import (
     Arguments as Args,
     Changes,
@@ -29,10 +29,10 @@ from jmpx._base.stateful import (
 )
 from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
-from jmpx._policies.frameworks import Creation, imported_adapters
+from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adapters, out_of_sight
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import call_with_proxies, computing
+from jmpx._policies.registry import computing
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
 from jmpx._scales.strings import MixedPrecisionLike, policy_map_of
@@ -193,7 +193,7 @@ def apply_policy(
         return functools.partial(apply_policy, policy=policy, uncast=uncast)
     if not callable(func):
         raise TypeError(
-            f"Expected a function to run under a policy, got {func!r}: write "
+            f"Expected a function to run under a policy, got {describe(func)}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
     check_runs_at_once(func)
@@ -281,6 +281,10 @@ class Application(NamedTuple):
         policy_map, way = self.policy_map, self.policy_map.way
         with contextlib.ExitStack() as stack:
             stack.enter_context(summed_in_float32())
+            if way != "operations":
+                name = getattr(code_of(self.func), "co_name", type(self.func).__name__)
+                dtype = dtype_name(policy_map.default.compute_dtype)
+                stack.enter_context(casts_noted(f"the {way} of {name}", dtype, policy_map))
             # In a context around a gradient function, `full` there means no casts of its own.
             if way != "modules" and self.name == _NAME:
                 from jmpx._adapters.scopes import island  # here, as in `_by_modules`
@@ -349,14 +353,15 @@ class Application(NamedTuple):
                 "module is called with, such as targets, as by=modules does not cast them."
             )
         if not casts:
-            self._warn_of_nothing("modules, as none ran that its framework reports")
+            unseen = "" if pure.objects else out_of_sight((args, kwargs))
+            self._warn_of_nothing("modules, as none ran that its framework reports", unseen)
         return result
 
-    def _warn_of_nothing(self, way: str) -> None:
+    def _warn_of_nothing(self, way: str, unseen: str = "") -> None:
+        whole = "pass the whole model as an argument, in place of a part of it or of closing over "
         warn(
             f"{self.name} casts nothing by policy map {str(self.policy_map)!r}, which it applies "
-            f"by {way}: leave by out, which casts operations, or pass the whole model as an "
-            "argument, in place of a part of it or of closing over it."
+            f"by {way}: leave by out, which casts operations, or {unseen or f'{whole}it'}."
         )
 
     def _by_operations(

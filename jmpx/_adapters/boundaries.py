@@ -17,6 +17,7 @@ import numpy as np
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, computable, dtype_name
 from jmpx._base.made_once import made_once
+from jmpx._base.messages import casts_noted
 from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
 from jmpx._base.trees import PyTree, cast_except, cast_like, cast_tree, is_floating
 from jmpx._jaxprs import core
@@ -219,6 +220,7 @@ def run_cast(
     kwargs: Kwargs,
     *,
     by: str,
+    module: Module,
     is_boundary: bool,
     carry: PyTree = None,
     passes: Passes = lambda node: False,
@@ -236,7 +238,7 @@ def run_cast(
 
     The outermost call leaves the arguments of `leaving_uncast` as they are. The new `carry` of a
     step gets the dtypes of the old one. Nodes that `passes` selects stay as they are. `by` is the
-    function that has the call cast, as the user calls it.
+    function that has the call of the `module` cast, as the user calls it.
     """
     kept = _kept.get() if is_outermost() else None
     inputs = passes if kept is None else kept.passing(passes, args, kwargs)
@@ -249,7 +251,10 @@ def run_cast(
         return inputs(node) or (is_floating(node) and node.dtype.itemsize <= size)
 
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else inputs)
-    with running(policy, by):
+    dtype, name = dtype_name(policy.compute_dtype), module.cls.__name__
+    what = f"{name} at {module.path!r}" if module.path else name
+    noted = casts_noted(what, dtype, f"compute={dtype}", f", or write the rule '{name}: full'")
+    with running(policy, by), noted:
         result = method(*args, **kwargs)
     if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):
         return cast_result(result, carry)

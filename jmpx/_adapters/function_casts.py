@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name, matmul_region
-from jmpx._base.messages import check_runs_at_once
+from jmpx._base.messages import check_runs_at_once, describe
 from jmpx._base.stateful import (
     Arguments,
     Changes,
@@ -93,7 +93,9 @@ def force_full_precision(
 def _recast(func: Callable[P, R], inside: DTypeLike, outside: DTypeLike | None) -> Callable[P, R]:
     """Casts the arguments of a function and its result; None means the widest of the arguments."""
     if not callable(func):
-        raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+        raise TypeError(
+            f"Expected a function to wrap, got {describe(func)}: pass the callable itself."
+        )
     check_runs_at_once(func)
 
     def recast(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from jmpx._base.contexts import AUTOCAST, fact, is_hooked, note_cast, opened, re
 from jmpx._base.dtypes import DTypeLike, computable, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.trees import PyTree, cast_like, cast_tree, is_floating
+from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter, ClassPolicies, Creation, required_package
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
@@ -171,10 +173,11 @@ class HaikuScope(PolicyScope):
     ) -> PyTree:
         """Runs a method at a boundary, or, without a boundary policy, as one that may read."""
         policy = boundary or self.calls[-1].policy
-        call = _Call(module, policy, policy)
+        call, called = _Call(module, policy, policy), Module(type(module), module.module_name)
+        cast = functools.partial(run_cast, policy, method, args, kwargs, by=_NAME, module=called)
         if boundary is not None:
             with self.called(call):
-                return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True)
+                return cast(is_boundary=True)
         if hk.running_init():
             # Whether it will have parameters is not known yet. The arguments are not cast, and
             # parameters are read as wide as these: a convolution refuses two dtypes.
@@ -183,7 +186,7 @@ class HaikuScope(PolicyScope):
         if not _owns_parameters(module):
             return method(*args, **kwargs)
         with self.called(call):
-            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=False)
+            return cast(is_boundary=False)
 
     def call_policy(self, module: hk.Module) -> Policy | None:
         """Returns the boundary policy of a call of a module."""

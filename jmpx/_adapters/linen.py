@@ -236,7 +236,8 @@ class LinenScope(PolicyScope):
         has_own = reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary is not None:
-            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
+            cast = functools.partial(run_cast, policy, method, args, kwargs, is_boundary=True)
+            return cast(by=_NAME, module=call.module, carry=carry)
         if call.reading is not None and (has_own or module.is_initializing()):
             result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
@@ -308,7 +309,10 @@ def _run_reading(
     the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
-    run_reading = functools.partial(run_cast, policy, by=_NAME, is_boundary=False, keeps=keeps)
+    called = module_of(module)
+    run_reading = functools.partial(
+        run_cast, policy, by=_NAME, module=called, is_boundary=False, keeps=keeps
+    )
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)

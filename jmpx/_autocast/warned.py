@@ -19,7 +19,7 @@ from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import FOREIGN, flops_of, place_of
 from jmpx._jaxprs.inner import PRODUCTS, is_outer
 from jmpx._jaxprs.marks import Module, module_of, without_marks
-from jmpx._policies.frameworks import imported_adapters
+from jmpx._policies.frameworks import imported_adapters, out_of_sight
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
 # The errors in `core.UNREAD` that `jax.grad` alone raises, too.
@@ -190,10 +190,12 @@ def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[s
         )
 
 
-def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
+def unused_rules(
+    policy_map: PolicyMap, used: Used, modules: Iterable[Module], given: PyTree = None
+) -> Iterator[str]:
     """Yields a warning of each policy rule that met nothing, or changes nothing.
 
-    `modules` are those in the arguments.
+    `modules` are those in the arguments, and `given` is what may hold the parts of others.
     """
     called = (module_of(scope) for scope in used.scopes)
     modules = {*modules, *(module for module in called if module)}
@@ -204,7 +206,10 @@ def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -
         the_rule = f"rule {str(rule)!r} of policy map {str(policy_map)!r}"
         if rule not in used.rules:
             if not any(rule.matches(*module) for module in modules):
-                yield f"The {the_rule} matched no {_near(rule, used, modules)}"
+                near, unseen = _near(rule, used, modules), out_of_sight(given)
+                if unseen and not rule.is_operation and near.endswith("."):
+                    near = f"{near[:-1]}: {unseen}."
+                yield f"The {the_rule} matched no {near}"
             continue
         if _is_without_dtype(rule):
             yield (
@@ -262,6 +267,7 @@ def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
             return f"operation{ran}"
         return f"operation{did_you_mean(name, {n: f'op.{n}' for n in sorted(ENTRIES)})}"
     known = _by_name(used.scopes, modules, rule.is_path)
+    known |= {name: f"op.{name}" for name in used.operations if not rule.is_path}
     near = did_you_mean(rule.selector.strip("*/"), known)
     return f"{'module or scope' if modules else 'scope'}{near}"
 

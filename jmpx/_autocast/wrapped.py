@@ -156,7 +156,8 @@ def evaluated(
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
     used = policy_map, interpreter.used
-    messages = *unused_rules(*used, seen), *wide_products(*used, jaxpr), *messages_of(left)
+    given = None if pure.objects else args
+    messages = *unused_rules(*used, seen, given), *wide_products(*used, jaxpr), *messages_of(left)
     for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)

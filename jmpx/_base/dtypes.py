@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike as DTypeLike  # includes strings, such as the names below
 
+from jmpx._base.messages import describe
+
 # JAX does not annotate its devices:
 # pyright: reportUnknownMemberType=false
 
@@ -45,6 +47,8 @@ _NO_DTYPES = {
     **dict.fromkeys(("fp8", "f8", "float8", "e4m3", "e5m2"), _EIGHT_BITS),
     **dict.fromkeys(("int8", "int4", "i8", "i4", "uint8", "uint4", "s8", "u8"), _INTEGER),
     "16": _BITS.format("16"),
+    **dict.fromkeys(("float", "single", "true"), "write float32"),
+    "double": "write float64",
     "32": "write 32-true or float32",
     "64": "write 64-true or float64",
     "o0": "level O0 of NVIDIA's Apex is float32",
@@ -122,13 +126,15 @@ def as_dtype(dtype: DTypeLike | None, place: str = "") -> ScalarType:
     else:
         try:
             name = np.dtype(dtype).name
-        except TypeError:
-            raise TypeError(f"Unknown dtype {dtype!r}{place}: {expected}") from None
+        except (TypeError, ValueError):
+            raise TypeError(f"Unknown dtype {describe(dtype)}{place}: {expected}") from None
     try:
         return parse_dtype(name)
     except KeyError:
         reason = no_dtype(name)
         reason = expected if reason is None else f"{reason}."
+        if "=" in name:
+            reason = "write a dtype alone, or jmpx.get_policy(...).cast_to_compute(tree)."
         raise ValueError(f"Unknown dtype {name!r}{place}: {reason}") from None
 
 

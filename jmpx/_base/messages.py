@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import reprlib
 import sys
 import traceback
@@ -53,6 +54,7 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     known = choices if isinstance(choices, dict) else {choice: choice for choice in choices}
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
+    near += [each for each in known if len(word) > 1 and each.startswith(word)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."
 
 
@@ -83,6 +85,39 @@ def describe(value: object) -> str:
     except ValueError:  # Python refuses to write integers of several thousand digits.
         text = f"<{type(value).__name__}>"
     return " ".join(text.splitlines())
+
+
+# A note on errors of dtypes: which policy casts.
+
+
+_DTYPES = re.compile(r"\b(float64|float32|float16|bfloat16)\b(\[[^\]]*\])?")  # with the shape
+_REFUSED = re.compile(r"(?i)unsupported dtype|does not accept dtype|is not supported")
+
+
+@contextlib.contextmanager
+def casts_noted(what: str, dtype: str, policy: object, rule: str = "") -> Iterator[None]:
+    """Adds a note to an error if `dtype` met another one, or an operation that does not take it.
+
+    It says `what` is cast to that dtype, by which policy, unless one that is nested deeper does.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text, found = str(error), _DTYPES.findall(str(error))
+        shapes = {shape for name, shape in found if name == dtype}
+        same = shapes & {shape for name, shape in found if name != dtype}
+        is_refused = bool(shapes) and _REFUSED.search(text) is not None
+        is_of_dtypes = is_refused or "" in same or (bool(same) and "dtype" in text)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_own = frame.f_code.co_filename.startswith(os.path.dirname(os.path.dirname(__file__)))
+        notes = getattr(error, "__notes__", ())
+        if is_of_dtypes and not is_own and not any(n.startswith("jmpx casts") for n in notes):
+            around = ", or put jmpx.force_full_precision around the operation" if is_refused else ""
+            error.add_note(
+                f"jmpx casts {what} to {dtype}, as policy {str(policy)!r} says: apply it "
+                f"by=operations, which leaves the dtypes in the code as they are{rule}{around}."
+            )
+        raise
 
 
 # Generators and coroutines are refused: their bodies run after the call, out of reach.

@@ -16,8 +16,8 @@ What holds while a program runs:
 
 - `registry.py`: `set_policy` and its relatives attach policies to classes, per thread; the modules
   of a function under autocast ask it for theirs.
-- `frameworks.py`: the interface that each framework's adapter implements. To support another
-  framework, begin there.
+- `frameworks.py`: the interface that each framework's adapter implements, and calls of functions
+  with proxies of their modules. To support another framework, begin there.
 
 It may import `_base` and `_jaxprs`. Modules are cast in `_adapters`, operations in `_autocast`.
 """

@@ -8,10 +8,16 @@ instance of a subclass of `Adapter` that overrides what the framework needs. The
 import contextlib
 import functools
 import importlib
+import itertools
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+import jax
 
 from jmpx._base.contexts import Hook
 from jmpx._base.trees import PyTree
@@ -19,6 +25,7 @@ from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # The package of a framework -> the file of its adapter, which is imported only after the framework:
 # jmpx imports no framework by itself.
@@ -160,6 +167,16 @@ def imported_adapters() -> Iterator[Adapter]:
             yield importlib.import_module(name).adapter
 
 
+def out_of_sight(given: PyTree) -> str:
+    """Returns what to do, if arguments show that a function makes a model of NNX itself."""
+    from jmpx._base.stateful import nnx  # here, so that the import of jmpx stays light
+
+    nodes = jax.tree.leaves(given, is_leaf=lambda node: type(node).__name__ == "State")
+    has_state = nnx() is not None and any(isinstance(node, nnx().State) for node in nodes)
+    instead = "in place of the nnx.State that nnx.merge gets in the function"
+    return f"pass the model itself {instead}" if has_state else ""
+
+
 def adapters_of(cls: type) -> Iterator[Adapter]:
     """Yields the adapters of the frameworks that a class descends from."""
     for package in _packages_of(cls, tuple(_ADAPTERS)):
@@ -178,3 +195,130 @@ def is_convolution(cls: type) -> bool:
 def _packages_of(cls: type, packages: tuple[str, ...]) -> list[str]:
     modules = [f"{base.__module__}." for base in cls.__mro__]
     return [name for name in packages if any(each.startswith(f"{name}.") for each in modules)]
+
+
+# Calls of functions with proxies: in the arguments, and in what the function closes over.
+
+
+# A function, with its positional and its keyword arguments.
+_Call: TypeAlias = tuple[Callable[..., R], tuple[PyTree, ...], dict[str, PyTree]]
+_Change: TypeAlias = Callable[[PyTree], PyTree]
+
+# JAX's errors about two trees that differ begin so, since JAX 0.10 and in JAX 0.7.
+_DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
+
+
+def call_with_proxies(
+    proxies: Sequence[Proxies],
+    fn: Callable[..., R],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    exempt: Callable[..., PyTree] = lambda change, *arguments: change(arguments),
+) -> R:
+    """Calls a function with the proxies of each framework in place of its modules.
+
+    If it fails as it joins a part of a model with one that it closes over, it is called again with
+    proxies there, too. `exempt` changes `args` and `kwargs`, but may leave some as they are.
+    """
+    from jmpx._base.stateful import apply  # here, so that the import of jmpx stays light
+
+    if fn is apply:
+        fn, args = args[0], args[1:]
+    own: _Call[R] = (fn, (), {})
+    with contextlib.ExitStack() as stack:
+        for each in proxies:
+            stack.callback(each.restore, None)
+            args, kwargs = exempt(each.replace, args, kwargs)
+            own = _replaced(each.replace, *own)
+        fn, before, keywords = own
+        given, named = (*before, *args), {**keywords, **kwargs}
+        try:
+            result = fn(*given, **named)
+        except ValueError as error:
+            closing = fn
+            for each in (each for each in proxies if _joined(error, each.made)):
+                closing = _closing_over(closing, each.replace, {})
+            try:
+                if closing is fn:
+                    raise
+                result = closing(*given, **named)
+            except ValueError as last:
+                names = {cls.__name__ for each in proxies for cls in _joined(last, each.made)}
+                if names:
+                    last.add_note(
+                        f"jmpx gives the modules in arguments ({', '.join(sorted(names))}) "
+                        "subclasses, so that rules can select them: where the function joins a "
+                        "part of a model with a part from outside, as equinox.combine does, pass "
+                        "both parts as arguments, or join them before the call and pass the whole "
+                        "model."
+                    )
+                raise
+        for each in proxies:
+            result = each.restore(result)
+    return result
+
+
+def _joined(error: ValueError, made: Mapping[type, type]) -> set[type]:
+    """Returns the classes of which JAX has not joined a replaced module with another one."""
+    from jmpx._jaxprs.equations import is_of_library  # as above
+
+    found, frames = set[type](), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not str(error).startswith(_DIFFERENT_TREES):
+        return found
+    # JAX's text names both types only if no other leaf, such as an activation, comes first.
+    for frame in itertools.takewhile(lambda f: is_of_library(f.f_code.co_filename), frames[::-1]):
+        nodes = [*frame.f_locals.values()]
+        jax.tree.leaves(nodes, is_leaf=lambda node: bool(found.add(type(node))))
+    is_named = {old for old in made.values() if str(error).count(repr(old)) > 1}
+    return is_named | {old for new, old in made.items() if {new, old} <= found}
+
+
+def _replaced(
+    change: _Change, fn: Callable[..., R], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> _Call[R]:
+    """Applies a change to a function and to its first arguments.
+
+    For a method, to the object that it is bound to; for a partial, to its function and arguments.
+    """
+    if isinstance(fn, functools.partial):
+        return _replaced(change, fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
+    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+    if not isinstance(fn, types.MethodType) or getattr(owner, name, None) != fn:
+        return change((fn, args, kwargs))
+    owner, args, kwargs = change((owner, args, kwargs))
+    return getattr(owner, name), args, kwargs
+
+
+def _closing_over(value: PyTree, change: _Change, known: dict[int, PyTree]) -> PyTree:
+    """Applies a change to what a function closes over, and to the globals that it names.
+
+    Follows the functions among them; `known` has those that were met. Other values are changed
+    themselves. What has nothing to change stays the same object.
+    """
+    from jmpx._jaxprs.equations import is_of_library  # as above
+
+    if not isinstance(value, types.FunctionType):
+        return change(value)
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = value  # where a function calls itself
+    around, cells = value.__globals__, value.__closure__ or ()
+    names = () if is_of_library(value.__code__.co_filename) else _names(value.__code__)
+    read = {name: around[name] for name in names if name in around}
+    held = [None if cell == types.CellType() else cell.cell_contents for cell in cells]
+    olds = [value.__defaults__, *held, *read.values()]
+    news = [_closing_over(old, change, known) for old in olds]
+    if any(map(operator.is_not, news, olds)):
+        inside = zip(cells, held, news[1:], strict=False)
+        cells = tuple(c if new is old else types.CellType(new) for c, old, new in inside)
+        around = around | dict(zip(read, news[len(held) + 1 :], strict=True))
+        function = types.FunctionType(value.__code__, around, None, news[0], cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        known[id(value)] = functools.update_wrapper(function, value)
+    return known[id(value)]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes in a function, and in those that it defines."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    yield from itertools.chain(code.co_names, *inner)

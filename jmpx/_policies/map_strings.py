@@ -1,6 +1,7 @@
 """The grammar of policy maps and of their rules, in strings and in mappings."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 
 from jmpx._base.dtypes import is_dtype
@@ -111,6 +112,10 @@ def _read_map(found: Found) -> PolicyMap:
         "write for example 'c=bf16,o=f32; BatchNorm: full', or give the .policy_map of a "
         "jmpx.MixedPrecision"
     )
+    if is_list(value):
+        remedy = "write one string, in which semicolons divide rules, as 'c=bf16; LayerNorm: full'"
+    elif type(value).__name__.endswith("LossScale"):
+        remedy = "write for example 'c=f16', and give the loss scale beside it"
     raise refuse_value(what, found, remedy)
 
 
@@ -171,7 +176,7 @@ def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
             parse_fields(part, BARE, MAP_KEYS)  # which refuses a rule without a colon
             raise ValueError(
                 f"Second default {part.value!r}{part.at}: write 'selector: policy' for all "
-                "policies but one."
+                "policies but one, and commas between the parts of a policy."
             )
     return default, rules
 
@@ -264,5 +269,6 @@ def _read_selector(found: Found) -> tuple[str, bool]:
             "a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such as "
             "'*/head/*', an operation such as 'op.exp'"
         )
-        raise unknown("selector", found, expected)
+        near = re.sub(r"[\[\].]+", "/", name).strip("/'\"").replace(" ", "")
+        raise unknown("selector", found, expected, [near] if is_selector(near) else ())
     return name, text.endswith("?")

@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias, TypeVar
 
@@ -23,10 +22,15 @@ from jmpx._base.contexts import (
     set_fact,
 )
 from jmpx._base.dtypes import dtype_name, matmul_of, matmul_region
-from jmpx._base.messages import user_stacklevel
+from jmpx._base.messages import describe, user_stacklevel
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
-from jmpx._policies.frameworks import ClassPolicies, Proxies, adapters_of, imported_adapters
+from jmpx._policies.frameworks import (
+    ClassPolicies,
+    adapters_of,
+    call_with_proxies,
+    imported_adapters,
+)
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, PolicyLike
 from jmpx._policies.strings import get_policy
@@ -61,8 +65,8 @@ def _store_of(cls: type) -> ClassPolicies | None:
     """Returns the store of the framework that a class descends from; None if jmpx stores it."""
     if not isinstance(cls, type):
         raise TypeError(
-            f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
-            "hk.Linear."
+            f"Expected a class to attach a policy to, got {describe(cls)}: pass the class itself, "
+            "such as hk.Linear, as the first argument."
         )
     stores = (adapter.class_policies for adapter in adapters_of(cls))
     return next((store for store in stores if store is not None), None)
@@ -336,13 +340,6 @@ def current_policy() -> Policy | None:
 
 R = TypeVar("R")
 
-# A function, with its positional and its keyword arguments.
-_Call: TypeAlias = tuple[Callable[..., R], tuple[PyTree, ...], dict[str, PyTree]]
-_Change: TypeAlias = Callable[[PyTree], PyTree]
-
-# JAX's errors about two trees that differ begin so, since JAX 0.10 and in JAX 0.7.
-_DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
-
 
 def marked_call(cls: type, path: str) -> AbstractContextManager[object]:
     """Returns the context of a call of a module's method under autocast: its mark."""
@@ -413,66 +410,3 @@ def call_marked(
     markers = [marker for marker in made if marker is not None]
     with marked_calls(policy_map):
         return call_with_proxies(markers, fn, args, kwargs)
-
-
-def call_with_proxies(
-    proxies: Sequence[Proxies],
-    fn: Callable[..., R],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    exempt: Callable[..., PyTree] = lambda change, *arguments: change(arguments),
-) -> R:
-    """Calls a function with the proxies of each framework in place of its modules.
-
-    `exempt` applies a change to `args` and `kwargs`, but may leave some arguments as they are.
-    """
-    from jmpx._base.stateful import apply  # here, so that the import of jmpx stays light
-
-    if fn is apply:
-        fn, args = args[0], args[1:]
-    own: _Call[R] = (fn, (), {})
-    with contextlib.ExitStack() as stack:
-        for each in proxies:
-            stack.callback(each.restore, None)
-            args, kwargs = exempt(each.replace, args, kwargs)
-            own = _replaced(each.replace, *own)
-        fn, before, keywords = own
-        try:
-            result = fn(*before, *args, **{**keywords, **kwargs})
-        except ValueError as error:
-            _note_classes(error, [cls for each in proxies for cls in each.made.values()])
-            raise
-        for each in proxies:
-            result = each.restore(result)
-    return result
-
-
-def _note_classes(error: ValueError, classes: Iterable[type]) -> None:
-    """Adds a note to JAX's error about two trees that differ in the class of a replaced module."""
-    text = str(error)
-    if not text.startswith(_DIFFERENT_TREES):
-        return
-    names = ", ".join(sorted({cls.__name__ for cls in classes if repr(cls) in text}))
-    if names:
-        error.add_note(
-            f"jmpx gives the modules in arguments ({names}) subclasses, so that rules can select "
-            "them: where the function joins a part of a model with a part from outside, as "
-            "equinox.combine does, pass both parts as arguments, or join them before the call and "
-            "pass the whole model."
-        )
-
-
-def _replaced(
-    change: _Change, fn: Callable[..., R], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> _Call[R]:
-    """Applies a change to a function and to its first arguments.
-
-    For a method, to the object that it is bound to; for a partial, to its function and arguments.
-    """
-    if isinstance(fn, functools.partial):
-        return _replaced(change, fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
-    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
-    if not isinstance(fn, types.MethodType) or getattr(owner, name, None) != fn:
-        return change((fn, args, kwargs))
-    owner, args, kwargs = change((owner, args, kwargs))
-    return getattr(owner, name), args, kwargs

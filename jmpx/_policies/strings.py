@@ -186,6 +186,7 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
     pieces = list(part.split(","))
     for piece in pieces:
         name, value = piece.cut("=")
+        value.refuse("=", "write one equals sign in each part, and commas between the parts")
         if re.match(r"[A-Z]|.*[*/]", name.value) and name.value.lower() not in (*keys, *ELSEWHERE):
             rule = f"{name.value}: {value.value or 'full'}"
             piece.refuse("=", f"a rule has a colon, as {rule!r}, and follows a semicolon")
@@ -201,9 +202,10 @@ def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dic
         raise ValueError(f"Empty part{first.at}: write 'key=value' on both sides of each comma.")
     if len(without_key) > 1 or not fields.keys().isdisjoint(DTYPES):
         names = ", ".join(f"'{name}='" for name in dict.fromkeys(keys.values()))
-        raise ValueError(
-            f"Missing key for {first.value!r}{first.at}: write one of {names} before it."
-        )
+        remedy = f"write one of {names} before it"
+        if first.value in ("dynamic", "static", "none"):
+            remedy = f"a loss scale follows a bar, as 'c=f16 | {first.value}'"
+        raise ValueError(f"Missing key for {first.value!r}{first.at}: {remedy}.")
     preset = _PRESETS.get(first.value.lower())
     if preset is not None:
         return dict(zip(DTYPES, map(parse_dtype, preset), strict=False)) | fields
@@ -284,5 +286,8 @@ def _read_dtype(found: Found, presets: Iterable[str] = ()) -> ScalarType:
     reason = no_dtype(value)
     if reason is not None:
         raise ValueError(f"Unknown dtype {value.strip()!r}{found.at}: {reason}.")
+    if presets and re.match(r"[A-Z].*[a-z]|.*[*/]", value.strip()):
+        rule = f"{value.strip()}: full"
+        raise ValueError(f"Missing policy for {value.strip()!r}{found.at}: write {rule!r}.")
     accepted = ", ".join([describe_dtypes(), *presets])
     raise unknown("dtype", found, accepted, [*dtype_names(), *presets])

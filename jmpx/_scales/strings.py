@@ -89,7 +89,12 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
             raise ValueError(f"Missing key 'type'{found.at}: expected one of {_KIND_WORDS}.")
         return _make(given.pop("type"), given, policy_map)
     what = "the string of a loss scale, a mapping or a loss scale"
-    raise refuse_value(what, found, "write for example 'dynamic,init=2**15', or 'none'")
+    remedy = "write for example 'dynamic,init=2**15', or 'none'"
+    if isinstance(spec, int | float) and not isinstance(spec, bool):
+        remedy = f"write 'static={spec}' or 'dynamic,init={spec}'"
+    elif isinstance(spec, Policy | PolicyMap):
+        remedy = "give it as policy=, behind for example 'auto'"
+    raise refuse_value(what, found, remedy)
 
 
 def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:

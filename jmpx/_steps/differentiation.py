@@ -191,7 +191,7 @@ class _Shards:
 def _loss_and_aux(result: PyTree, has_aux: bool) -> tuple[jax.Array, PyTree]:
     """Splits the result of the user's function, and checks that its loss is a floating scalar."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        got = f"a {type(result).__name__}"
+        got = f"a tuple of {len(result)}" if type(result) is tuple else _kind(result)
         if is_array(result):
             got = f"one {result.dtype} scalar" if result.ndim == 0 else f"one {spell(result)}"
         raise TypeError(
@@ -201,8 +201,16 @@ def _loss_and_aux(result: PyTree, has_aux: bool) -> tuple[jax.Array, PyTree]:
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux
+    remedy = "reduce it, for example with jnp.mean, and return anything else through has_aux=True"
+    if "Gradients" in type(loss).__name__:
+        remedy = "it is a gradient function already, so give the loss itself"
+    elif loss is None:
+        remedy = "return the loss"
     raise TypeError(
         "Expected the function to return a floating scalar as its loss, got "
-        f"{spell(loss) if is_array(loss) else f'a {type(loss).__name__}'}: "
-        "reduce it, for example with jnp.mean, and return anything else through has_aux=True."
+        f"{spell(loss) if is_array(loss) else _kind(loss)}: {remedy}."
     )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -414,7 +414,13 @@ def _stepped(
     def take() -> tuple[PyTree, PyTree]:
         if low_precision is not None:
             return low_precision.step(grads, inner_state, params, **extra_args)
-        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        try:
+            updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        except (AttributeError, TypeError, ValueError) as error:
+            made = jax.eval_shape(inner.init, params)
+            if jax.tree.structure(made) != jax.tree.structure(inner_state):
+                error.add_note("The state is of another optimizer or model: make it by its init.")
+            raise
         return jax.tree.map(apply_update, updates, params, is_leaf=is_none), new_state
 
     kept = params, inner_state

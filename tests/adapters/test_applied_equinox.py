@@ -1,6 +1,7 @@
 """Equinox models under `by=modules`: the models among the arguments run as views of themselves."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -355,3 +356,80 @@ def test_both_parts_of_a_model_are_joined(test):
     joined = jmpx.apply_policy(lambda *parts, x: eqx.combine(*parts)(x), APPLIED)
     split = lambda m, x: joined(*eqx.partition(m, test), x=x)  # noqa: E731
     assert_is_view(split, call_it, eqx.nn.Sequential(layers))
+
+
+class Activated(eqx.Module):
+    """A leaf that is no array comes first, and another one is named as the fields of Flax."""
+
+    activation: Callable
+    linear: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    dtype: Any = jnp.float32
+
+    def __call__(self, x):
+        return self.norm(self.activation(self.linear(x)))
+
+
+ACTIVATED = drawn(lambda: Activated(jax.nn.gelu, eqx.nn.Linear(3, 2, key=KEY), eqx.nn.LayerNorm(2)))
+ARRAYS, STATIC = eqx.partition(ACTIVATED, eqx.is_array)
+
+
+def run_joined(arrays, static, x):
+    return eqx.combine(arrays, static)(x)
+
+
+def closing_over(static):
+    forward = lambda arrays, x: run_joined(arrays, static, x)  # noqa: E731
+    return lambda arrays, x: forward(arrays, x)
+
+
+PLACES = {
+    "argument": lambda: lambda arrays, x: run_joined(arrays, STATIC, x),
+    "partial": lambda: functools.partial(lambda s, a, x: run_joined(a, s, x), STATIC),
+    "keyword": lambda: functools.partial(run_joined, static=STATIC),
+    "default": lambda: lambda arrays, x, static=STATIC: run_joined(arrays, static, x),
+    "global": lambda: lambda arrays, x: eqx.combine(arrays, STATIC)(x),
+    "closed over": lambda: closing_over(STATIC),
+    "decorated": lambda: jax.named_call(closing_over(STATIC)),
+}
+
+
+@pytest.mark.parametrize("rule", ["Linear: full", "LayerNorm: full", "*/linear: full"])
+@pytest.mark.parametrize("by", ["modules", "operations"])
+def test_a_part_of_a_model_is_joined_wherever_the_other_part_is(by, rule):
+    def program_of(forward):
+        applied = jmpx.apply_policy(forward, f"by={by},c=bf16; {rule}")
+        loss_fn = lambda arrays, x: jnp.sum(applied(arrays, x=x) ** 2)  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss_fn))(ARRAYS, X))
+
+    programs = {place: program_of(make()) for place, make in PLACES.items()}
+    assert programs == dict.fromkeys(PLACES, programs["argument"])
+
+
+@pytest.mark.parametrize("by", ["modules", "operations"])
+def test_gradient_functions_join_parts(by):
+    def program_of(forward):
+        loss_fn = lambda arrays, x: jnp.sum(forward(arrays, x) ** 2)  # noqa: E731
+        policy = f"by={by},c=bf16; Linear: full"
+        return str(
+            jax.make_jaxpr(jmpx.grad(loss_fn, jmpx.NoOpLossScale(), policy=policy))(ARRAYS, X)
+        )
+
+    assert program_of(PLACES["closed over"]()) == program_of(PLACES["argument"]())
+
+
+@pytest.mark.parametrize("by", ["modules", "operations"])
+def test_a_part_out_of_reach_is_told(by):
+    class Trainer:
+        static = STATIC
+
+    trainer, message = Trainer(), r"(?s)structure error.*|Custom node type"
+    forward = lambda arrays, x: run_joined(arrays, trainer.static, x)  # noqa: E731
+    with pytest.raises(ValueError, match=message) as caught:
+        jmpx.apply_policy(forward, f"by={by},c=bf16; Linear: full")(ARRAYS, X)
+    (note,) = [n for n in caught.value.__notes__ if n.startswith("jmpx gives the modules")]
+    assert "equinox.combine" in note
+    other = jmpx.apply_policy(lambda m, x: jax.tree.map(jnp.add, m, {"x": x}), f"by={by},c=bf16")
+    with pytest.raises(ValueError, match=message) as caught:  # an error of the user's own
+        other(ARRAYS, X)
+    assert not any("jmpx gives" in note for note in getattr(caught.value, "__notes__", []))

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jmpx._adapters.boundaries import (
-    dtype_field,
     is_optimizer_state,
     marking_proxy_class,
     plain_class,
@@ -43,7 +42,8 @@ class _Marker:
             return node
         own = Module(plain_class(type(node)), path)
         is_module = nodes.is_module(node)
-        is_matched = is_module and (self.matches(*own) or dtype_field(node) is not None)
+        # In a part of a model, as `equinox.partition` makes it, a field of this name may be None.
+        is_matched = is_module and (self.matches(*own) or "dtype" in nodes.fields_of(node))
         modules = (*containers, own) if is_matched else containers
         is_marked = is_module and bool(modules) and nodes.is_called(own.cls)
         inner = () if is_marked else modules

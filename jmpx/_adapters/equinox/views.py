@@ -25,6 +25,7 @@ from jmpx._base.contexts import note_cast
 from jmpx._base.dtypes import as_dtype, computable
 from jmpx._base.made_once import made_once
 from jmpx._base.trees import PyTree, cast_except, is_floating, is_view
+from jmpx._jaxprs.marks import Module
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
 
@@ -78,7 +79,8 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     if not isinstance(model, eqx.Module):
         raise TypeError(
             f"Expected an equinox.Module to make a view of, got a {type(model).__name__}: pass the "
-            "model itself, or make views of the modules in it one by one."
+            "model itself, or make views of the modules in it one by one; jmpx.flax is for Linen "
+            "and NNX."
         )
     followed = None if policy_map is None else for_modules(policy_map, _NAME)
     scope = EquinoxScope(followed)
@@ -223,7 +225,8 @@ def _view_class(
 
 def _casting(cls: type, name: str, policy: Policy, is_boundary: bool) -> Method:
     """Returns a public method that casts; see `_view_class`."""
-    run = functools.partial(run_cast, is_boundary=is_boundary)
+    called = Module(cls, "")  # one class for all paths
+    run = functools.partial(run_cast, by=_NAME, module=called, is_boundary=is_boundary)
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: eqx.Module, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -234,7 +237,7 @@ def _casting(cls: type, name: str, policy: Policy, is_boundary: bool) -> Method:
         plain = getattr(cast_except(policy.cast_to_compute, plain, _has_a_policy), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
-        return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
+        return run(policy, plain, args, kwargs, carry=carry, passes=_passes)
 
     return method
 

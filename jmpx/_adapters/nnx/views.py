@@ -233,7 +233,8 @@ def _view_class(
     cls: type, policy: Policy, is_boundary: bool, by: str, policy_map: PolicyMap | None
 ) -> type:
     """Returns the proxy class whose public methods cast, at boundaries their results, too."""
-    run = functools.partial(run_cast, by=by, is_boundary=is_boundary)
+    called = Module(cls, "")  # one class for all paths
+    run = functools.partial(run_cast, by=by, module=called, is_boundary=is_boundary)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return proxy_class(cls, {**methods, "__jmpx_view__": policy_map})
