@@ -31,7 +31,8 @@ UNDER = {
     "plan": ["compiled", "hardware"],
     "sharding": ["shard_map"],
     "coming_from_jmp": ["migrate"],
-    "errors": ["messages", "results"],
+    "errors": ["errors_strings", "errors_steps", "messages", "results"],
+    "flags": ["config_files"],
     "cost": ["overhead", "llama"],
     "reliability": [
         *("project/contributing", "project/first_runs", "how_it_is_built", "releasing"),

@@ -1,4 +1,4 @@
-"""The programs and commands of flags.md: its flags, its quotes, its Hydra configuration."""
+"""The programs and commands of flags.md and config_files.md: flags, quotes, Hydra."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import jmpx
 
-PAGE = (ROOT / "docs" / "flags.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("flags", "config_files"))
 FILES = re.compile(
     r"`([\w/]+\.(?:py|yaml))`[^`\n]*:?\n\n```(?:python|yaml)\n(.*?)^```$", re.M | re.S
 )
