@@ -9,6 +9,7 @@ from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, r
 from jmpx._inspect.graph import LOW, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.inner import is_outer
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -56,7 +57,7 @@ class _Leaks:
         for node in (each for each in self._streams.forward if each.is_product):
             is_low = all(value.is_low for value in node.operands[:2])
             is_sum = is_low and node.results[0].is_wide
-            is_told = node in step.explained or self._streams.is_asked(node)
+            is_told = node in step.explained or self._streams.is_asked(node) or is_outer(node.eqn)
             # A loss should read float32 sums of 16-bit products, although these widen the
             # backward pass.
             if is_told or (is_sum and reaches_end(node, avoided=LOW)):
