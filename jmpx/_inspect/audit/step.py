@@ -373,6 +373,8 @@ class UntriedFinding(NamedTuple):
     finding: Finding
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
+    edited: Sequence[Node] = ()  # those whose operands its advice casts to 16 bits
+    made: Sequence[Node] = ()  # those whose lines it has cast what they make
 
 
 class AuditedStep:
