@@ -1,6 +1,8 @@
 """Advice is tried: what raises the error is not proposed; outer products are no leaks."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -37,7 +39,7 @@ def one_feature(x, w):
 
 
 class Net(nn.Module):
-    plant: object
+    plant: Callable
     dtype: object = None
 
     @nn.compact
@@ -109,7 +111,7 @@ HARMLESS = {
 }
 
 
-def tried(loss, *args):
+def tried(loss, *args) -> Any:
     return jmpx.inspect.audit(loss, run=True)(*args)
 
 
@@ -236,6 +238,40 @@ def test_a_rule_that_mends_has_its_errors():
     (finding,) = tried(jmpx.apply_policy(loss, "c=bf16"), PARAMS[:2], X).findings
     assert (finding.name, finding.rule) == ("rounded-logits", "*/head: product=float32")
     assert 0 < finding.after < finding.before
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(jnp.tanh(nn.Dense(8)(x)))
+
+
+class Tied(nn.Module):
+    """Multiplies with the table of its embedding, whose lookups it adds to."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(WIDTH, 8, name="embed")
+        x = Residual(name="block")(embed(tokens))
+        return -jnp.mean(jax.nn.log_softmax(embed.attend(x).astype(F32))[..., 0])
+
+
+@pytest.mark.parametrize(
+    ("way", "rule"),
+    [
+        ("", "*/embed.attend: product=float32"),
+        ("by=modules,", "*/embed: product=float32"),
+    ],
+)
+def test_a_rule_for_tied_logits_leaves_lookups_alone_or_says_what_it_widens(way, rule):
+    model, tokens = Tied(), jnp.arange(12).reshape(3, 4)
+    params = model.init(jax.random.key(0), tokens)
+    (finding,) = found(jmpx.apply_policy(model.apply, f"{way}c=bf16"), params, tokens)
+    assert (finding.name, finding.rule) == ("rounded-logits", rule)
+    assert ("The rule widens" in finding.message) == bool(way)
+    report = jmpx.inspect.audit(jmpx.apply_policy(model.apply, f"{way}c=bf16; {rule}"))
+    (block,) = (each for each in report(params, tokens).scopes if each.path == "block")
+    assert ("float32" in block.dtypes) == bool(way)
 
 
 # --- Reports and steps ---

@@ -20,10 +20,11 @@ from jmpx._inspect.audit.step import (
     UntriedFinding,
     is_half_product,
 )
-from jmpx._inspect.audit.trying import Trial
+from jmpx._inspect.audit.trying import Trial, before_products
+from jmpx._inspect.audit.values import MOVES_AND_CASTS
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._inspect.text import refuse_arguments
+from jmpx._inspect.text import bytes_text, refuse_arguments
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
@@ -159,11 +160,15 @@ class _Seen(NamedTuple):
 
     findings: dict[_Key, str]  # the severities of its findings
     half: int  # the FLOPs of its products in 16 bits
+    wide: int  # the bytes of the float32 that it computes before its products, in its forward pass
 
 
 def _seen(graph: Graph, findings: Sequence[UntriedFinding]) -> _Seen:
     severities = {_key(each.finding): each.finding.severity for each in findings}
-    return _Seen(severities, sum(node.flops for node in graph.nodes if is_half_product(node)))
+    half = sum(node.flops for node in graph.nodes if is_half_product(node))
+    inner = (node for node in before_products(graph) if node.name not in MOVES_AND_CASTS)
+    wide = sum(node.times * v.nbytes for node in inner for v in node.results if v.is_wide)
+    return _Seen(severities, half, wide)
 
 
 def _tried(graph: Graph, platform: str | None, run: bool) -> tuple[tuple[Finding, ...], str]:
@@ -181,8 +186,10 @@ def _tried(graph: Graph, platform: str | None, run: bool) -> tuple[tuple[Finding
     trials, tried = _Trials(graph, platform, found, trial), dict[_Key, Finding]()
     for number, group in enumerate(groups):
         rule, advice = trials.remedy(group) if graph.program.mapped_by else ("", "{}")
+        cost = trials.cost(rule)
         for each in group:
-            new = each._replace(rule=rule, advice=advice.format(each.advice))
+            message = each.message + cost
+            new = each._replace(rule=rule, advice=advice.format(each.advice), message=message)
             tried[_key(each)] = new if trial is None else trial.told(new, number)
     findings = sorted((tried[key] for key in found), key=lambda f: SEVERITIES.index(f.severity))
     untried = "pass run=True" if trial is None else trial.reason
@@ -222,6 +229,13 @@ class _Trials:
             return "", f"{first}: {{}}"
         is_lost = candidates and not second
         return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"
+
+    def cost(self, text: str) -> str:
+        """Returns a sentence about activations that a rule with `product=` widens, if it does."""
+        rule = parse_rule(text) if text else None
+        after = None if rule is None or rule.product is None else self._after[rule]
+        more = 0 if after is None else after.wide - self._before.wide
+        return f" The rule widens {bytes_text(more)} of other activations, too." if more > 0 else ""
 
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
         """Returns the rules that apply to a whole group of layers that are alike."""

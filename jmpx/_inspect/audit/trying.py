@@ -170,6 +170,13 @@ def _is_wide(value: Value) -> bool:
     return value.is_wide and number_of(value) is None
 
 
+def before_products(graph: Graph) -> set[Node]:
+    """Returns the nodes of which the products of the forward pass are computed."""
+    nodes = (each for each in graph.nodes if each.is_product and not each.is_backward)
+    operands = [value for each in nodes if not is_outer(each.eqn) for value in each.operands]
+    return set(Graph.back(operands, lambda node: node.operands))
+
+
 def _points(
     graph: Graph, streams: Streams, edited: Collection[Node], made: Collection[Node]
 ) -> Iterator[tuple[SiteKey, list[Point]]]:
@@ -180,9 +187,7 @@ def _points(
     edited, narrow, between = set(edited), set[Value](), set(made)
     through = lambda node: [value for value in node.operands if value.is_wide]  # noqa: E731
     read = {*edited, *Graph.back((v for each in edited for v in through(each)), through)}
-    products = [each for each in streams.forward if each.is_product and not is_outer(each.eqn)]
-    operands = [value for each in products for value in each.operands]
-    inner = set(Graph.back(operands, lambda node: node.operands))
+    inner = before_products(graph)
     for node in streams.forward if edited else ():
         given = node.first_operands
         is_reached = any(value in narrow for value in given) and not streams.is_asked(node)
