@@ -205,13 +205,12 @@ class _Trials:
         self._graph, self._platform, self._found, self._trial = graph, platform, found, trial
         self._remedies, self._before = Remedies(graph), _seen(graph, list(found.values()))
         self._after: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced
-        self._refused: dict[Rule, str] = {}  # why they are not proposed although they fix something
 
     def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
         """Returns the first rule that fixes a group, or "", and a sentence with `{}` for advice."""
         is_leak = self._found[_key(group[0])].kind in leaks.KINDS
         own = 0 if is_leak else sum(finding.flops for finding in group)
-        rank, second = SEVERITIES.index(group[0].severity), ""
+        rank, second, refused = SEVERITIES.index(group[0].severity), "", ""
         candidates = self._common_rules(group)
         for text, rule in candidates.items():
             if not own and self._remedies.lowers_share(rule):
@@ -220,15 +219,18 @@ class _Trials:
                 rest = "" if second else f"; rules for it were not tried, after {_MOST} others"
                 return second, "{}" + rest
             new = self._worst_new(rule, group, own)
-            if new is not None and new > rank:
+            if new is None or new < rank:
+                continue
+            if self._trial is not None and (why := self._trial.refused(rule)):
+                refused = refused or f"{text} {why}: "
+                continue
+            if new > rank:
                 return text, "{}"
             # A new finding that is equally bad has its own rule: a norm in float32, then a layer.
-            second = second or (text if new == rank else "")
-        refused = (f"{t} {self._refused[r]}" for t, r in candidates.items() if r in self._refused)
-        if not second and (first := next(refused, "")):
-            return "", f"{first}: {{}}"
-        is_lost = candidates and not second
-        return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"
+            second = second or text
+        is_lost = bool(candidates) and not second
+        lost = refused or "no rule that keeps 16-bit matmuls fixes it: "
+        return second, f"{lost * is_lost}{{}}"
 
     def cost(self, text: str) -> str:
         """Returns a sentence about activations that a rule with `product=` widens, if it does."""
@@ -260,9 +262,6 @@ class _Trials:
         if after is None or after.half < old.half - own:
             return None
         if any(_key(finding) in after.findings for finding in group):
-            return None
-        if self._trial is not None and (why := self._trial.refused(rule)):
-            self._refused[rule] = why
             return None
         new = [after.findings[key] for key in after.findings if key not in old.findings]
         return min(map(SEVERITIES.index, new), default=len(SEVERITIES))

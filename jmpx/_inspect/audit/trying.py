@@ -155,12 +155,15 @@ def _filled(program: Program) -> tuple[list[Array], dict[int, str]]:
 def _first_of(data: dict[int, str], nodes: Collection[Node]) -> str:
     """Returns the name of an input of which nodes read what is in float32 only; or nothing."""
     values = [value for node in nodes for value in node.operands if _is_wide(value)]
-    through = lambda node: [value for value in node.operands if value.is_wide]  # noqa: E731
-    values += [value for node in Graph.back(values, through) for value in through(node)]
+    values += [v for node in Graph.back(values, _wide_operands) for v in _wide_operands(node)]
     return next((data[value.index] for value in values if value.index in data), "")
 
 
 # --- The edits ---
+
+
+def _wide_operands(node: Node) -> list[Value]:
+    return [value for value in node.operands if value.is_wide]
 
 
 def _is_wide(value: Value) -> bool:
@@ -185,8 +188,8 @@ def _points(
     What reaches no product is the loss, which is for the user to have in float32.
     """
     edited, narrow, between = set(edited), set[Value](), set(made)
-    through = lambda node: [value for value in node.operands if value.is_wide]  # noqa: E731
-    read = {*edited, *Graph.back((v for each in edited for v in through(each)), through)}
+    operands = (value for each in edited for value in _wide_operands(each))
+    read = {*edited, *Graph.back(operands, _wide_operands)}
     inner = before_products(graph)
     for node in streams.forward if edited else ():
         given = node.first_operands
