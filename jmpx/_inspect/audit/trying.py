@@ -106,18 +106,21 @@ class Trial:
         """Returns a finding with the errors without and with its rule, or else its edit."""
         if self.reason or not (finding.rule or number in self._after):
             return finding
-        if not finding.rule and self._data[number]:
+        if self._data[number]:
             advice = f"{finding.advice} (not tried, as {self._data[number]} is a shape)"
             return finding._replace(advice=advice)
-        after = self._under[parse_rule(finding.rule)] if finding.rule else self._after[number]
-        here = self._after.get(number + len(self._data), math.inf)
-        if not self._passes(after) and self._passes(here):
+        edit, here = (self._after.get(n, math.inf) for n in (number, number + len(self._data)))
+        after = self._under[parse_rule(finding.rule)] if finding.rule else edit
+        told = finding._replace(before=self.before, after=after)
+        if number not in self._after or self._passes(edit):
+            return told
+        if self._passes(here):
             advice = f"cast it here, with .astype(jnp.{self._half}), not where it is made"
-            finding, after = finding._replace(advice=advice), here
-        elif not self._passes(after):
-            advice = f"keep it in float32: {self._half} was tried, and raises the error"
-            finding = finding._replace(severity="low", advice=advice)
-        return finding._replace(before=self.before, after=after)
+            return told._replace(advice=advice, after=after if finding.rule else here)
+        if finding.rule:
+            return told._replace(advice="")
+        advice = f"keep it in float32: {self._half} was tried, and raises the error"
+        return told._replace(severity="low", advice=advice)
 
 
 # --- The arguments ---
