@@ -16,7 +16,6 @@ _MIXED = FindingKind("mixed-product", Remedies.narrower)
 _PROMOTION = FindingKind("promotion", Remedies.narrower)
 _SAVED = FindingKind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
-_WHERE_MADE = "cast it where it is made, with .astype(x.dtype)"
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
@@ -93,10 +92,8 @@ class _Leaks:
                 f"while its operands are {self._half}."
             )
             advice = "leave out preferred_element_type, and cast the result with .astype instead"
-            count, flops = sum(node.times for node in nodes), sum(node.flops for node in nodes)
-            found = self._step.found(
-                kind, "medium", nodes[0], text, advice, count=count, flops=flops
-            )
+            sizes = {"count": sum(n.times for n in nodes), "flops": sum(n.flops for n in nodes)}
+            found = self._step.found(kind, "medium", nodes[0], text, advice, **sizes)
             yield found._replace(edited=nodes)
 
     def _found(
@@ -113,10 +110,9 @@ class _Leaks:
             "nbytes": sum(stream.nbytes for stream in streams),
         }
         found = self._step.found(kind, severity, node, message, *remedy, **sizes)
-        made = streams if remedy[0] == _WHERE_MADE else ()
-        origins = (self._streams.origin(stream.cause) for stream in made)
         edited = [stream.node for stream in streams]
-        return found._replace(edited=edited, made=[*filter(None, origins)])
+        made = [self._streams.origin(stream.cause) for stream in streams]
+        return found._replace(edited=edited, made=[*filter(None, made)])
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change fixes."""
@@ -191,7 +187,7 @@ class _Leaks:
             by = ", with preferred_element_type" if reaches_end(node) else ""
             return (f"{advice}{by}", *self._rules(node))
         if source is not None and source.kind != "input":
-            return (_WHERE_MADE,)
+            return ("cast it where it is made, with .astype(x.dtype)",)
         operand = "its operands"
         if source is not None:
             operand = f"`{self._graph.program.names[source.index]}`"

@@ -374,7 +374,7 @@ class UntriedFinding(NamedTuple):
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
     edited: Sequence[Node] = ()  # those whose operands its advice casts to 16 bits
-    made: Sequence[Node] = ()  # those whose lines it has cast what they make
+    made: Sequence[Node] = ()  # those that made these operands, and may be cast instead
 
 
 class AuditedStep:
