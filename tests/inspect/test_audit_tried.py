@@ -215,14 +215,14 @@ class Far(nn.Module):
 
 @pytest.mark.parametrize(("offset", "is_proposed"), [(0.5, True), (300.0, False)])
 def test_a_rule_that_raises_the_error_is_not_proposed(offset, is_proposed):
-    model, rule = Far(offset), "*/enc: c=f32,o=bf16"
+    model = Far(offset)
     params = model.init(jax.random.key(0), X)
     loss = jmpx.apply_policy(model.apply, "by=modules,c=bf16,o=f32; */enc: c=f32,o=f32")
     (finding,) = found(loss, params, X, names=("mixed-product",))
-    assert finding.rule == rule and finding.before is None
+    assert finding.rule.startswith("*/enc: ") and finding.before is None
     (told,) = (each for each in tried(loss, params, X).findings if each.name == finding.name)
     if is_proposed:
-        assert told.rule == rule and told.after <= 1.6 * told.before
+        assert told.rule == finding.rule and told.after <= max(1.5 * told.before, 2**-7)
     else:
         assert told.rule == "" and told.advice.startswith("keep it in float32")
         assert told.after > 0.3 > told.before
