@@ -204,7 +204,7 @@ def audit(given: argparse.Namespace) -> int:
     from jmpx._inspect.audit.api import audit
 
     fn, (args, *_), _ = _made(given)
-    trying = lambda: audit(fn, platform=given.platform)(*args)  # noqa: E731
+    trying = lambda: audit(fn, platform=given.platform, run=given.is_run)(*args)  # noqa: E731
     report = attempt(f"The audit of {given.target} failed", trying)
     _print(report, given)
     if given.check is None:

@@ -68,6 +68,11 @@ _COMMANDS = {
                 "choices": ("cpu", "cuda", "gpu", "tpu"),
                 "help": "also find what this hardware multiplies in less than its dtype",
             },
+            "--run": {
+                "action": "store_true",
+                "dest": "is_run",
+                "help": "run the program, and propose nothing that raises the error of its results",
+            },
             "--check": {
                 "metavar": "compute=DTYPE",
                 "help": "end with the code 1 if there are findings, or if too few products compute "

@@ -178,16 +178,18 @@ class CompileCache:
     Args:
         jaxpr: the jaxpr.
         runs_often: whether to optimize the functions, because they run more than once or twice.
+        is_shared: whether other programs of one structure run in the same way.
     """
 
-    def __init__(self, jaxpr: Jaxpr, runs_often: bool = False) -> None:
+    def __init__(self, jaxpr: Jaxpr, runs_often: bool = False, is_shared: bool = True) -> None:
         self.runs_often = runs_often
         self.consts = list(constants(jaxpr))
         self.own: dict[Hashable, Callable[..., PyTree]] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(const), i) for i, const in enumerate(self.consts))
         # Constants other than arrays, such as references, stay in the jaxpr.
-        is_alone = is_opaque(jaxpr) or not all(isinstance(c, ARRAYS) for c in self.consts)
+        is_alone = not is_shared or is_opaque(jaxpr)
+        is_alone |= not all(isinstance(c, ARRAYS) for c in self.consts)
         self.key = None if is_alone else (structure(jaxpr), same)
         try:
             hash(self.key)

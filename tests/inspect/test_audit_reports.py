@@ -233,17 +233,17 @@ def test_a_long_rule_is_not_broken():
 def test_json_holds_everything_by_name():
     # Programs read these: other keys need another version.
     plain = REPORT.to_dict()
-    assert plain["version"] == 6
+    assert plain["version"] == 7
     assert " ".join(plain) == (
         "version title is_step platform products saved casts scopes findings has_while uncounted "
-        "eight_bits"
+        "eight_bits untried"
     )
     rows = {key: " ".join(rows[0]) for key, rows in plain.items() if rows and type(rows) is list}
     assert rows == {
         "products": "dtypes flops count",
         "casts": "source target count nbytes",
         "scopes": "path module policy operations dtypes flops",
-        "findings": "name severity message place scope rule advice count flops nbytes",
+        "findings": "name severity message place scope rule advice count flops nbytes before after",
     }
     for key in ("products", "casts", "scopes"):
         assert plain[key] == [row._asdict() for row in getattr(REPORT, key)]

@@ -9,8 +9,10 @@
   a row in the table of `docs/audit.md`. A new file needs its name in `_SEARCHES` of `api.py`, too.
 - The searches share `step.py` (the audited step, its streams of float32 values, how a finding is
   made, and rules that may fix it) and `values.py` (facts about nodes and values).
+- `trying.py` runs the program, with rules and with the edits of advice, and compares the errors.
 - `summary.py` counts products, saved values, casts and scopes.
 
 It imports `_autocast` for the table of products, `_remat` for batched ones, `_policies` for rules
-and scopes, `_jaxprs` and `_base`, and from `_inspect` the graph, its program, and reports.
+and scopes, `_jaxprs` and `_base`, and from `_inspect` the graph, its program, reports, and the runs
+of `blame`.
 """

@@ -20,9 +20,11 @@ from jmpx._inspect.audit.step import (
     UntriedFinding,
     is_half_product,
 )
+from jmpx._inspect.audit.trying import Trial, before_products
+from jmpx._inspect.audit.values import MOVES_AND_CASTS
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._inspect.text import refuse_arguments
+from jmpx._inspect.text import bytes_text, refuse_arguments
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
@@ -36,7 +38,7 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
 def audit(
-    fn: Callable[..., object], *args: Never, platform: str | None = None
+    fn: Callable[..., object], *args: Never, platform: str | None = None, run: bool = False
 ) -> Callable[..., Audit]:
     """Shows which operations of a train step run in which dtype, and where precision leaks.
 
@@ -54,6 +56,10 @@ def audit(
             this hardware would multiply in fewer bits; None skips that check. In a
             `lax.platform_dependent`, the audit follows the branch of this platform, or with None
             that of this machine.
+        run: whether to run the program, on arrays or on floating shapes of at most 256 MiB, which
+            are filled at random. Then each rule, and each edit by which advice narrows, has the
+            error that it makes; one that raises it beyond the rounding of the policy is not
+            proposed. False runs nothing.
 
     Returns:
         A function that takes the arguments of `fn`, as arrays or `jax.ShapeDtypeStruct`s, and
@@ -67,7 +73,7 @@ def audit(
     Raises:
         TypeError: if arguments are given beside `fn`; when called, if `fn` is not callable.
         ValueError: if the platform is unknown; when called, if `fn` is a loss whose first argument
-            holds no floating array.
+            holds no floating array, or to run it needs values: of integers, or of large shapes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
@@ -85,10 +91,11 @@ def audit(
         raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'.")
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
-    def run(*args: object, **kwargs: object) -> Audit:
+    def call(*args: object, **kwargs: object) -> Audit:
         hardware = None if platform is None else _PLATFORMS[platform]
         program = traced_program(fn, args, kwargs)
         graph = Graph(program, hardware).without_dropped()
+        findings, untried = _tried(graph, hardware, run)
         return Audit(
             title=program.name + " (a step, or a loss with new parameters)" * program.is_unclear,
             is_step=not program.is_differentiated,
@@ -97,18 +104,20 @@ def audit(
             saved=summary.saved(graph),
             casts=summary.casts(graph),
             scopes=summary.scopes(graph),
-            findings=_tried(graph, hardware),
+            findings=findings,
             has_while=any(node.in_while for node in graph.nodes),
             uncounted=summary.uncounted(graph),
             eight_bits=summary.in_eight_bits(graph),
+            untried=untried,
         )
 
-    return run
+    return call
 
 
 # --- Findings ---
 
 _Key: TypeAlias = tuple[str, Place | None, str]
+_Found: TypeAlias = dict[_Key, UntriedFinding]
 
 
 def _key(finding: Finding) -> _Key:
@@ -134,7 +143,9 @@ def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
         worst = min(group, key=lambda found: SEVERITIES.index(found.finding.severity))
         finding = worst.finding.with_sizes_of(found.finding for found in group)
         nodes = [node for found in group for node in found.nodes]
-        result.append(worst._replace(finding=finding, nodes=nodes))
+        edited = [node for found in group for node in found.edited]
+        made = [node for found in group for node in found.made]
+        result.append(worst._replace(finding=finding, nodes=nodes, edited=edited, made=made))
     return tuple(sorted(result, key=_rank))
 
 
@@ -151,46 +162,57 @@ class _Seen(NamedTuple):
 
     findings: dict[_Key, str]  # the severities of its findings
     half: int  # the FLOPs of its products in 16 bits
+    wide: int  # the bytes of the float32 that it computes before its products, in its forward pass
 
 
 def _seen(graph: Graph, findings: Sequence[UntriedFinding]) -> _Seen:
     severities = {_key(each.finding): each.finding.severity for each in findings}
-    return _Seen(severities, sum(node.flops for node in graph.nodes if is_half_product(node)))
+    half = sum(node.flops for node in graph.nodes if is_half_product(node))
+    inner = (node for node in before_products(graph) if node.name not in MOVES_AND_CASTS)
+    wide = sum(node.times * v.nbytes for node in inner for v in node.results if v.is_wide)
+    return _Seen(severities, half, wide)
 
 
-def _tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
-    """Returns the findings in a graph, each with a rule that was seen to fix it, or with advice.
+def _tried(graph: Graph, platform: str | None, run: bool) -> tuple[tuple[Finding, ...], str]:
+    """Returns the findings in a graph, and why advice was not tried.
 
-    A rule fixes a finding if the program, traced with the rule at the end of its policy maps, has
-    neither the finding nor a worse new one, and loses no FLOPs of products in 16 bits except those
-    of the finding itself. Layers that are alike share a rule.
+    Each has a rule that was seen to fix it, or advice. A rule fixes a finding if the program,
+    traced with the rule at the end of its policy maps, has neither the finding nor a worse new one,
+    and loses no FLOPs of products in 16 bits except those of the finding itself. Layers that are
+    alike share a rule.
     """
-    found = _find(graph, platform)
-    findings = tuple(each.finding for each in found)
-    if not graph.program.mapped_by:
-        return findings
-    trials, tried = _Trials(graph, platform, found), dict[_Key, Finding]()
-    for group in alike_groups(findings):
-        rule, advice = trials.remedy(group)
+    found = {_key(each.finding): each for each in _find(graph, platform)}
+    groups = alike_groups(each.finding for each in found.values())
+    edits = [[found[_key(each)] for each in group] for group in groups]
+    trial = Trial(graph, edits) if run and groups else None
+    trials, tried = _Trials(graph, platform, found, trial), dict[_Key, Finding]()
+    for number, group in enumerate(groups):
+        rule, advice = trials.remedy(group) if graph.program.mapped_by else ("", "{}")
+        cost = trials.cost(rule)
         for each in group:
-            tried[_key(each)] = each._replace(rule=rule, advice=advice.format(each.advice))
-    return tuple(tried[_key(each)] for each in findings)
+            message = each.message + cost
+            new = each._replace(rule=rule, advice=advice.format(each.advice), message=message)
+            tried[_key(each)] = new if trial is None else trial.told(new, number)
+    findings = sorted((tried[key] for key in found), key=lambda f: SEVERITIES.index(f.severity))
+    untried = "pass run=True" if trial is None else trial.reason
+    return tuple(findings), untried if any(each.edited for each in found.values()) else ""
 
 
 class _Trials:
     """The program, traced again under each rule once."""
 
-    def __init__(self, graph: Graph, platform: str | None, found: Sequence[UntriedFinding]) -> None:
-        self._graph, self._platform = graph, platform
-        self._found = {_key(each.finding): each for each in found}
-        self._remedies, self._before = Remedies(graph), _seen(graph, found)
+    def __init__(
+        self, graph: Graph, platform: str | None, found: _Found, trial: Trial | None
+    ) -> None:
+        self._graph, self._platform, self._found, self._trial = graph, platform, found, trial
+        self._remedies, self._before = Remedies(graph), _seen(graph, list(found.values()))
         self._after: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced
 
     def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
         """Returns the first rule that fixes a group, or "", and a sentence with `{}` for advice."""
         is_leak = self._found[_key(group[0])].kind in leaks.KINDS
         own = 0 if is_leak else sum(finding.flops for finding in group)
-        rank, second = SEVERITIES.index(group[0].severity), ""
+        rank, second, refused = SEVERITIES.index(group[0].severity), "", ""
         candidates = self._common_rules(group)
         for text, rule in candidates.items():
             if not own and self._remedies.lowers_share(rule):
@@ -199,12 +221,25 @@ class _Trials:
                 rest = "" if second else f"; rules for it were not tried, after {_MOST} others"
                 return second, "{}" + rest
             new = self._worst_new(rule, group, own)
-            if new is not None and new > rank:
+            if new is None or new < rank:
+                continue
+            if self._trial is not None and (why := self._trial.refused(rule)):
+                refused = refused or f"{text} {why}: "
+                continue
+            if new > rank:
                 return text, "{}"
             # A new finding that is equally bad has its own rule: a norm in float32, then a layer.
-            second = second or (text if new == rank else "")
-        is_lost = candidates and not second
-        return second, "no rule that keeps 16-bit matmuls fixes it: {}" if is_lost else "{}"
+            second = second or text
+        is_lost = bool(candidates) and not second
+        lost = refused or "no rule that keeps 16-bit matmuls fixes it: "
+        return second, f"{lost * is_lost}{{}}"
+
+    def cost(self, text: str) -> str:
+        """Returns a sentence about activations that a rule with `product=` widens, if it does."""
+        rule = parse_rule(text) if text else None
+        after = None if rule is None or rule.product is None else self._after[rule]
+        more = 0 if after is None else after.wide - self._before.wide
+        return f" The rule widens {bytes_text(more)} of other activations, too." if more > 0 else ""
 
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
         """Returns the rules that apply to a whole group of layers that are alike."""

@@ -9,6 +9,7 @@ from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, r
 from jmpx._inspect.graph import LOW, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
+from jmpx._jaxprs.inner import is_outer
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -56,7 +57,7 @@ class _Leaks:
         for node in (each for each in self._streams.forward if each.is_product):
             is_low = all(value.is_low for value in node.operands[:2])
             is_sum = is_low and node.results[0].is_wide
-            is_told = node in step.explained or self._streams.is_asked(node)
+            is_told = node in step.explained or self._streams.is_asked(node) or is_outer(node.eqn)
             # A loss should read float32 sums of 16-bit products, although these widen the
             # backward pass.
             if is_told or (is_sum and reaches_end(node, avoided=LOW)):
@@ -94,8 +95,9 @@ class _Leaks:
                 f"while its operands are {self._half}."
             )
             advice = "leave out preferred_element_type, and cast the result with .astype instead"
-            count, flops = sum(node.times for node in nodes), sum(node.flops for node in nodes)
-            yield self._step.found(kind, "medium", nodes[0], text, advice, count=count, flops=flops)
+            sizes = {"count": sum(n.times for n in nodes), "flops": sum(n.flops for n in nodes)}
+            found = self._step.found(kind, "medium", nodes[0], text, advice, **sizes)
+            yield found._replace(edited=nodes)
 
     def _found(
         self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
@@ -110,7 +112,10 @@ class _Leaks:
             "flops": sum(each.flops for each in products),
             "nbytes": sum(stream.nbytes for stream in streams),
         }
-        return self._step.found(kind, severity, node, message, *remedy, **sizes)
+        found = self._step.found(kind, severity, node, message, *remedy, **sizes)
+        edited = [stream.node for stream in streams]
+        made = [self._streams.origin(stream.cause) for stream in streams]
+        return found._replace(edited=edited, made=[*filter(None, made)])
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change fixes."""

@@ -11,7 +11,7 @@ from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.formats import E4M3, E5M2
 from jmpx._base.messages import describe, share_text
 from jmpx._inspect.reports import Report, Table, as_text
-from jmpx._inspect.text import bytes_text, columns, flop_text, short_names
+from jmpx._inspect.text import bytes_text, columns, error_text, flop_text, short_names
 from jmpx._jaxprs.equations import Place
 
 _EIGHT_BITS = (E4M3.name, E5M2.name)
@@ -39,6 +39,10 @@ class Finding(NamedTuple):
         count: how many operations it is about, at this place in this scope.
         flops: their floating-point operations; 0 if these do not matter.
         nbytes: the bytes of their values; 0 if these do not matter.
+        before: the error of the results against float32, relative to their norm, of the loss or of
+            its gradient, whichever is larger; None if it was not measured.
+        after: the error under the rule, or with what the advice says to narrow; where it is larger
+            than rounding explains, neither is proposed.
     """
 
     name: str
@@ -51,10 +55,13 @@ class Finding(NamedTuple):
     count: int = 1
     flops: int = 0
     nbytes: int = 0
+    before: float | None = None
+    after: float | None = None
 
     def with_sizes_of(self, group: Iterable["Finding"]) -> "Finding":
         """Returns the finding with the sums of the counts, FLOPs and bytes of a group."""
-        count, flops, nbytes = map(sum, zip(*(each[-3:] for each in group), strict=True))
+        sizes = ((each.count, each.flops, each.nbytes) for each in group)
+        count, flops, nbytes = map(sum, zip(*sizes, strict=True))
         return self._replace(count=count, flops=flops, nbytes=nbytes)
 
 
@@ -131,6 +138,7 @@ class Audit(Report):
         has_while: whether the program has a while loop, which is counted for one trip.
         uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
         eight_bits: the forward products to which rules give 8 bits, by why they do not run so.
+        untried: why advice to narrow was not tried on values; empty if it was, or if there is none.
 
     Example:
         >>> import jax, jmpx
@@ -157,9 +165,10 @@ class Audit(Report):
     has_while: bool
     uncounted: tuple[str, ...] = ()
     eight_bits: tuple[EightBits, ...] = ()
+    untried: str = ""
 
     __module__ = "jmpx.inspect"
-    _version = 6
+    _version = 7
 
     def __repr__(self) -> str:
         parts = ["no products"]
@@ -202,6 +211,7 @@ class Audit(Report):
         yield f"Findings: {_severities(findings)}" if findings else "No findings."
         yield from map(_finding_text, shown)
         yield from _left_out(len(findings) - len(shown), "findings")
+        yield f"Advice was not tried: {self.untried}." if self.untried else ""
         if self.scopes:
             yield _scope_table(self.scopes, is_full)
 
@@ -325,6 +335,9 @@ def _finding_text(finding: Finding) -> str:
     head, indent = f"{finding.severity:{_INDENT}}{', '.join(filter(None, facts))}", " " * _INDENT
     remedy = finding.rule or finding.advice  # in one line, to be copied
     lines = [head, _wrapped(finding.message, indent), indent + remedy]
+    if finding.before is not None and finding.after is not None:
+        errors = map(error_text, (finding.before, finding.after))
+        lines.append("{}error of the results, tried: {} before, {} after".format(indent, *errors))
     return "\n".join(lines if remedy else lines[:-1])
 
 

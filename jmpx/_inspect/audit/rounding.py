@@ -136,6 +136,11 @@ def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Ite
         yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
     else:
         yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"
+    if is_autocast and module is not None:
+        # Linen's `embed.attend`: a rule for `embed` would widen its lookups, and what reads them.
+        own = module.path.rpartition("/")[2] + "."
+        names = (name for name in product.scope.split("/") if name.startswith(own))
+        yield from (f"*/{module.path}.{name.removeprefix(own)}: {policy}" for name in names)
     if is_selected:
         yield f"{selector}: {policy}"
 

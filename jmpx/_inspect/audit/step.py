@@ -22,6 +22,7 @@ from jmpx._inspect.audit.values import (
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
+from jmpx._jaxprs.inner import is_outer
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
@@ -113,7 +114,7 @@ class Streams:
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
-        if node.is_product:
+        if node.is_product and not is_outer(node.eqn):  # which is elementwise, also to autocast
             return self._product(node)
         if not any(value.is_wide for value in node.results):
             return None
@@ -379,6 +380,8 @@ class UntriedFinding(NamedTuple):
     finding: Finding
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
+    edited: Sequence[Node] = ()  # those whose operands its advice casts to 16 bits
+    made: Sequence[Node] = ()  # those that made these operands, and may be cast instead
 
 
 class AuditedStep:

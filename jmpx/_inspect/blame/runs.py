@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -41,19 +41,23 @@ class Point(NamedTuple):
     lengths: tuple[int, ...]  # of the scans around it, the outermost first
     shape: tuple[int, ...]
     is_kept: bool  # whether the error of the rounding is kept; else it is zero or unknown
+    edit: int | None = None  # the number of the edit that makes it round; None for the program
+
+
+Edit: TypeAlias = Mapping[SiteKey, Sequence[Point]]  # the points where it makes a program round
 
 
 class Points:
-    """The points of a program, by the sites of its equations.
+    """The points of a program, by the sites of its equations, and those of edits of the program.
 
     Attributes:
         at: the points of each site that has some.
-        order: the number of each site in a mask.
+        order: the number of each site in a mask. The edits follow in their order.
         wide: the dtype in which the program runs between its roundings.
         has_while: whether the program has a while loop, which has no reverse derivative.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    def __init__(self, jaxpr: Jaxpr, edits: Sequence[Edit] = ()) -> None:
         self.jaxpr = jaxpr
         # With float64 enabled, float32 rounds, too.
         self.wide = np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
@@ -64,6 +68,10 @@ class Points:
             if points := _points(site, self.wide):
                 self.at[site.key] = points
         self.order = {key: number for number, key in enumerate(self.at)}
+        for number, edit in enumerate(edits):
+            for key, points in edit.items():
+                added = (point._replace(edit=number) for point in points)
+                self.at[key] = [*self.at.get(key, ()), *added]
 
     def rounded(
         self,
@@ -77,8 +85,8 @@ class Points:
         Args:
             constant: returns the array to use for a constant.
             arrays: the inputs.
-            mask: booleans, one for each number in `order`: whether the points of a site round.
-                With None all do.
+            mask: booleans, one for each number in `order` and each edit: whether the points of a
+                site or an edit round. With None all do.
             keep: whether to keep the errors of all points.
         """
 
@@ -88,7 +96,9 @@ class Points:
             def at(point: Point, array: Array) -> Array:
                 low = rounded_to(array, point.dtype)
                 if mask is not None:
-                    return jnp.where(mask[self.order[site.key]], low, array)
+                    edit = point.edit
+                    at = self.order[site.key] if edit is None else len(self.order) + edit
+                    return jnp.where(mask[at], low, array)
                 if keep and point.is_kept:
                     error = jnp.where(jnp.isfinite(low), low - array, 0)
                     new.append(error.astype(jnp.bfloat16))
@@ -253,17 +263,18 @@ class Runs:
 
     def squares(self, mask: np.ndarray | None = None) -> np.ndarray:
         """Returns the squared error of each batch where the sites of a mask round; None is all."""
+        pairs = ((self.results(batch.arrays, mask), batch.exact) for batch in self.batches)
+        return np.array([self.measure(*pair) ** 2 for pair in pairs])
+
+    def results(self, arrays: Sequence[Array], mask: np.ndarray | None = None) -> list[Array]:
+        """Returns the results on some inputs where the sites of a mask round; None is all."""
 
         def run(constant: Constant, arrays: list[Array], mask: Array | None) -> list[Array]:
             results, _ = self.points.rounded(constant, arrays, mask)
             return [results[index] for index in self.outputs]
 
-        found = []
-        for batch in self.batches:
-            arguments = (list(batch.arrays), mask)
-            results = self.compiled.run(run, arguments, "blame", mask is None, self.outputs)
-            found.append(self.measure(results, batch.exact) ** 2)
-        return np.array(found)
+        arguments = (list(arrays), mask)
+        return self.compiled.run(run, arguments, "blame", mask is None, self.outputs)
 
     def first_order(self, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Returns the cost of each site in each run, squared and signed, and the squared error.
