@@ -24,6 +24,7 @@ UNDER = {
     "policies": ["which_way", "public_programs"],
     "autocast": ["transformations", "casts", "derivatives", "how_it_works"],
     "eight_bits": ["eight_bits_measured"],
+    "equinox": ["equinox_details"],
     "flax_nnx": ["nnx_details"],
     "language_models": ["kv_caches"],
     "recurrent": ["odes"],
