@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
 from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
-from jmpx._inspect.graph import LOW, Node, Value, before
+from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.equations import Place, source_of, writer_of
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -49,13 +49,17 @@ class _Leaks:
         self._half = half_dtype(step.graph)
         # The wide products of the backward pass, by the keys of their forward products.
         self._backward: dict[Key, list[Node]] = {}
+        self._sums: dict[Key, Node] = {}  # forward products of 16 bits that return float32
         for node in self._graph.nodes:
-            is_wide = any(value.is_wide for value in node.operands[:2])
+            dtypes = {value.dtype for value in node.operands[:2]}
+            is_wide = bool(dtypes & WIDE) and dtypes <= WIDE | LOW  # no complex number
             if node.is_backward and node.is_product and is_wide:
                 self._backward.setdefault(step.key(node), []).append(node)
         for node in (each for each in self._streams.forward if each.is_product):
             is_low = all(value.is_low for value in node.operands[:2])
             is_sum = is_low and node.results[0].is_wide
+            if is_sum:
+                self._sums.setdefault(step.key(node), node)
             is_told = node in step.explained or self._streams.is_asked(node)
             # A loss should read float32 sums of 16-bit products, although these widen the
             # backward pass.
@@ -71,9 +75,9 @@ class _Leaks:
                 # One change fixes all products that read the result of one operation.
                 cause = self._streams.origin(stream.cause) or stream
                 causes.setdefault(cause, []).append(stream)
-            elif stream.products or stream.widened:
+            elif stream.products or (stream.widened and not self._streams.is_of_autocast(stream)):
                 yield self._promotion(stream)
-            elif stream.nbytes and not stream.is_island:
+            elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
                 saved.setdefault(stream.node.place, []).append(stream)
         yield from map(self._product, causes.values())
         for streams in saved.values():
@@ -83,14 +87,19 @@ class _Leaks:
 
     def of_backward(self) -> Iterator[UntriedFinding]:
         """Yields findings about wide backward products whose forward products are not wide."""
-        for nodes in self._backward.values():
+        for key, nodes in self._backward.items():
             is_mixed = any(value.is_low for node in nodes for value in node.operands[:2])
-            kind = _MIXED if is_mixed else _FLOAT32
-            text = (
-                "The backward pass of a product runs in float32, because its result is float32 "
-                f"while its operands are {self._half}."
-            )
-            advice = "leave out preferred_element_type, and cast the result with .astype instead"
+            kind, text = _MIXED if is_mixed else _FLOAT32, "The backward pass of a product runs in"
+            text, advice = f"{text} float32.", f"cast its operands with .astype(jnp.{self._half})"
+            if (product := self._sums.get(key)) is not None:
+                text = (
+                    f"{text[:-1]}, because its result is float32 while its operands are "
+                    f"{self._half}."
+                )
+                option = "preferred_element_type"
+                is_said = option in source_of(product.eqn)
+                what = f"leave out {option}" if is_said else f"have it return {self._half}"
+                advice = f"{what}, and cast the result with .astype instead"
             count, flops = sum(node.times for node in nodes), sum(node.flops for node in nodes)
             yield self._step.found(kind, "medium", nodes[0], text, advice, count=count, flops=flops)
 

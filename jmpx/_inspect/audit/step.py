@@ -21,7 +21,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.equations import Place, writer_of
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
@@ -38,6 +38,9 @@ _OF_ISLANDS = frozenset(
     digamma psum sort top_k
     """.split()
 )
+# They make a norm's factor, or a part of a complex number: what such an array meets is an island.
+_OF_FACTORS = frozenset("rsqrt sqrt real imag".split())
+_COMPLEX = frozenset(map(np.dtype, (np.complex64, np.complex128)))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -88,6 +91,7 @@ class Streams:
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
         self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        self._read: set[Node] = set()  # those of these casts that an operation has read
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -109,6 +113,10 @@ class Streams:
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
+        if any(value.dtype in _COMPLEX for value in (*node.operands, *node.results)):
+            for value in self._of.keys() & node.operands:  # no complex number has 16-bit parts
+                self._of[value].whole.is_island = True
+            return None
         if node.is_product:
             return self._product(node)
         if not any(value.is_wide for value in node.results):
@@ -140,13 +148,18 @@ class Streams:
         if not cast and not wide:
             return None
         stream = self._united(wide or cast)
+        # What another operation has read, as `x ** 2` before its derivative `2 * x`, was not cast
+        # for this one.
+        fresh = [value for value in cast if self._casts[value] not in self._read]
+        self._read.update(self._casts[value] for value in cast)
         if wide:
             for value in cast:
                 self._widen(stream, value, node)
-        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in cast):
-            stream.into = self._start("promotion", node, other[0])
+        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in fresh):
+            # What a framework's code meets is no cause that the user could change.
+            stream.into = self._start("promotion", node, None if writer_of(node.eqn) else other[0])
             stream = stream.into
-        stream.is_island |= node.name in _OF_ISLANDS
+        stream.is_island |= node.name in _OF_ISLANDS or any(map(_is_factor, other))
         return stream
 
     def _united(self, values: list[Value]) -> Stream:
@@ -198,6 +211,12 @@ class Streams:
         stream = self._of[value].whole if value in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
+    def is_of_autocast(self, stream: Stream) -> bool:
+        """Whether autocast chose float32 for the operation at which a stream starts, as a norm."""
+        reader = next(iter(stream.node.results[0].readers), stream.node)
+        is_silent = stream.node.name == CAST and user_call(reader) == user_call(stream.node)
+        return self._graph.program.uses_autocast and is_silent and not reader.is_structure
+
     def origin(self, value: Value | None) -> Node | None:
         """Returns the node that made the earliest wide value before a value; None if none did."""
         node = None if value is None or not _is_computed(value) else value.node
@@ -247,6 +266,14 @@ class Streams:
                 own = self._of[value]  # the bytes of a loss are its own, also if a leak reaches it
                 (own if own.is_island else own.whole).nbytes += value.nbytes
         return sum(value.nbytes for value in saved if value.is_low or value.is_wide)
+
+
+def _is_factor(value: Value) -> bool:
+    """Whether a value was made by one of `_OF_FACTORS`, before other arithmetic."""
+    while value.node is not None and value.node.name not in _OF_FACTORS:
+        earlier = (v for v in value.node.first_operands if v.is_wide and v.node is not None)
+        value = next(earlier, Value(value.aval, "literal"))
+    return value.node is not None
 
 
 def _is_computed(value: Value) -> bool:
