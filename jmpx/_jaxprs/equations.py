@@ -215,7 +215,9 @@ def source_of(eqn: Equation) -> str:
 def writer_of(eqn: Equation) -> str:
     """Returns which package called the function of JAX that made an equation: see `library_of`."""
     traceback = eqn.source_info.traceback
-    names = (library_of(each.file_name) for each in (traceback.frames if traceback else ()))
+    files = [each.file_name for each in (traceback.frames if traceback else ())]
+    # This room runs in place of JAX's own gathers.
+    names = (library_of(file) for file in files if not file.startswith(os.path.dirname(__file__)))
     return next((name for name in names if name not in _BETWEEN), "")
 
 

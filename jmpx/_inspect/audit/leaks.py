@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
+from jmpx._inspect.audit.values import (
+    MOVES_AND_CASTS,
+    half_dtype,
+    number_of,
+    reaches_end,
+    user_call,
+)
 from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import Place, source_of, writer_of
@@ -73,8 +79,7 @@ class _Leaks:
         for stream in self._streams.found:
             if stream.kind == "product":
                 # One change fixes all products that read the result of one operation.
-                cause = self._streams.origin(stream.cause) or stream
-                causes.setdefault(cause, []).append(stream)
+                causes.setdefault(self._change(stream), []).append(stream)
             elif stream.products or (stream.widened and not self._streams.is_of_autocast(stream)):
                 yield self._promotion(stream)
             elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
@@ -84,6 +89,12 @@ class _Leaks:
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
             if share > _LARGE:
                 yield from (self._saved(each, share) for each in streams)
+
+    def _change(self, stream: Stream) -> object:
+        """Returns a key of what one would change for a product, which several may share."""
+        if stream.cause is None or self._argument(stream.cause) is not None:
+            return stream
+        return self._streams.origin(stream.cause)[1] or stream
 
     def of_backward(self) -> Iterator[UntriedFinding]:
         """Yields findings about wide backward products whose forward products are not wide."""
@@ -170,32 +181,46 @@ class _Leaks:
 
     def _named(self, value: Value, node: Node) -> str:
         """Returns a name for a wide value that a node reads."""
-        dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
-        if source.kind == "input":
-            return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
-        if (known := number_of(source)) is not None:
-            return f"the {dtype} number {known:.6g} (of NumPy, or an array)"
-        origin = self._streams.origin(value)
+        dtype, (source, origin) = value.dtype.name, self._streams.origin(value)
+        if (argument := self._argument(value)) is not None:
+            return f"the {dtype} argument `{argument}`"
+        if (number := self._number(value, node)) is not None:
+            return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
         place = None if origin is None else origin.place
-        made = "" if place in (None, node.place) else f" that is made at {place}"
-        return f"a {dtype} array{made}"
+        if place is not None and place[:2] != (node.place or ())[:2]:
+            return f"a {dtype} array that is made at {place}"
+        return f"a {dtype} array{' that is closed over' if source.kind == 'const' else ''}"
+
+    def _argument(self, value: Value) -> str | None:
+        """Returns the name of the argument that a wide value is, unrounded; None if it is none."""
+        source, _ = self._streams.origin(value)
+        is_moved = source is before(value, MOVES_AND_CASTS) and source.kind == "input"
+        return self._graph.program.names[source.index] if is_moved else None
+
+    def _number(self, value: Value, node: Node) -> float | None:
+        """Returns the number that a value is, unless another call made an array of it."""
+        is_own = value.node is None or user_call(value.node) == user_call(node)
+        return number_of(before(value, MOVES_AND_CASTS)) if is_own else None
 
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
         """Returns advice against a leak, followed by a rule that may do the same."""
-        source = None if cause is None else before(cause, MOVES_AND_CASTS)
-        if source is not None and number_of(source) is not None:
+        if cause is not None and self._number(cause, node) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
-        if node.is_product and self._streams.is_written(node):
+        argument = None if cause is None else self._argument(cause)
+        origin = None if cause is None or argument else self._streams.origin(cause)[1]
+        is_here = origin is None or origin.place == node.place
+        if node.is_product and is_here and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
             # The loss should read float32 sums, which do not need float32 operands.
             by = ", with preferred_element_type" if reaches_end(node) else ""
             return (f"{advice}{by}", *self._rules(node))
-        if source is not None and source.kind != "input":
-            return ("cast it where it is made, with .astype(x.dtype)",)
-        operand = "its operands"
-        if source is not None:
-            operand = f"`{self._graph.program.names[source.index]}`"
-        return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
+        if cause is None or argument is not None:
+            operand = "its operands" if argument is None else f"`{argument}`"
+            return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
+        if origin is not None and writer_of(origin.eqn):
+            layer = f"give the layer there dtype=jnp.{self._half}"
+            return (f"{layer}, or cast its result with .astype(x.dtype)", *self._rules(origin))
+        return ("cast it where it is made, with .astype(x.dtype)",)
 
     def _rules(self, node: Node) -> Iterator[str]:
         """Yields the rule that makes a node's module compute in 16 bits, whatever its `dtype`."""

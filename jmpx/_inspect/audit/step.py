@@ -195,7 +195,7 @@ class Streams:
         if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
             stream = leaks[0]
         else:
-            met = [*wide, *other]
+            met = [*wide, *other] or [v for v in cast if not self._is_silent(v, node)]
             stream = self._start("product", node, met[0] if len(met) == 1 else None)
         is_half = any(value.is_low for value in node.operands[:2])
         is_half |= stream.node is not node or (bool(cast) and not self.is_written(node))
@@ -217,16 +217,19 @@ class Streams:
         is_silent = stream.node.name == CAST and user_call(reader) == user_call(stream.node)
         return self._graph.program.uses_autocast and is_silent and not reader.is_structure
 
-    def origin(self, value: Value | None) -> Node | None:
-        """Returns the node that made the earliest wide value before a value; None if none did."""
-        node = None if value is None or not _is_computed(value) else value.node
-        while node is not None and node.results[0] not in self._of:
-            wide = (v.node for v in node.first_operands if v.is_wide and v.node is not None)
-            earlier = next(wide, None)
-            if earlier is None:
-                return node
-            node = earlier
-        return None if node is None else self._of[node.results[0]].whole.node
+    def origin(self, value: Value) -> tuple[Value, Node | None]:
+        """Returns the first wide value before a wide one, and the node that made or first read it.
+
+        It is the start of a stream, an argument, an array that is closed over, or made of integers.
+        """
+        node: Node | None = None
+        while value not in self._of and value.node is not None:
+            node = value.node
+            wide = [v for v in node.first_operands if v.is_wide and v.kind != "literal"]
+            if not wide:
+                break
+            value = next((v for v in wide if v.node is not None), wide[0])
+        return value, self._of[value].node if value in self._of else node
 
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.

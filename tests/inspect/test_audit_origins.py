@@ -1,0 +1,142 @@
+"""A leak names the line where its float32 began, or the argument that it is."""
+
+import os
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import BF16, F32
+from helpers.findings_of import found, line_of, shape
+from jax import lax
+
+import jmpx
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.versions]
+
+WIDTH = 8
+TABLE = np.random.default_rng(0).normal(size=(4, WIDTH, WIDTH)).astype(np.float32)
+LATER = "cast it where it is made, with .astype(x.dtype)"
+LAYER = "give the layer there dtype=jnp.bfloat16, or cast its result with .astype(x.dtype)"
+
+
+def mean_square(y):
+    return jnp.mean(y.astype(F32) ** 2)
+
+
+# Float32 begins at the line with `made`, and a product of 16-bit activations meets it at the arrow.
+
+
+def parameter_cast_up(w, x):
+    wide = w.astype(F32)  # made
+    wide = jnp.tanh(wide.T).reshape(WIDTH, WIDTH)
+    return x @ wide  # <-
+
+
+def rows_of_a_table(w, x):
+    rows = jnp.asarray(TABLE)[2]  # made
+    rows = rows - 0.5 * rows.T
+    return x @ rows  # <-
+
+
+def sines_of_a_range(w, x):
+    angles = jnp.arange(WIDTH, dtype=F32)  # made
+    waves = jnp.sin(angles[:, None] * jnp.exp(-angles))
+    return x @ waves  # <-
+
+
+def integers_divided(w, x):
+    ids = jnp.arange(WIDTH)
+    steps = ids / WIDTH  # made
+    return x @ jnp.outer(steps, steps)  # <-
+
+
+def array_of_ones(w, x):
+    ones = jnp.ones((WIDTH, WIDTH), F32)  # made
+    return x @ ones  # <-
+
+
+def matrices_of_a_loop(w, x):
+    stacked = jnp.cos(jnp.asarray(TABLE))  # made
+
+    def body(x, matrix):
+        return (x @ matrix).astype(BF16), None  # <-
+
+    return lax.scan(body, x, stacked)[0]
+
+
+def carried(w, x):
+    start = jnp.full((WIDTH, WIDTH), 0.5, F32)  # made
+
+    def body(matrix, _):
+        return jnp.tanh(matrix) * 2, x @ matrix  # <-
+
+    return lax.scan(body, start, None, length=3)[1]
+
+
+def function_of_a_function(w, x):
+    @jax.jit
+    def kernel(scale):
+        return jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) * scale  # made
+
+    return x @ kernel(2.0)  # <-
+
+
+def layer_in_float32(w, x):
+    embed = nn.Embed(WIDTH, WIDTH, dtype=F32)
+    rows = embed.apply({"params": {"embedding": w}}, jnp.arange(3))  # made
+    return x + rows @ w  # <-
+
+
+CASES = {
+    parameter_cast_up: LATER,
+    rows_of_a_table: LATER,
+    sines_of_a_range: LATER,
+    integers_divided: LATER,
+    array_of_ones: LATER,
+    matrices_of_a_loop: LATER,
+    carried: LATER,
+    function_of_a_function: LATER,
+    layer_in_float32: LAYER,
+}
+
+
+def findings_of(body, dtype, policy=None):
+    """The mixed products of a network around a function of a parameter and activations."""
+
+    def loss(params, x):
+        y = body(params["w"], jnp.tanh(x @ params["dense"]))
+        return mean_square(jnp.tanh(y.astype(BF16) @ params["dense"].astype(BF16)))
+
+    dense, w = shape(WIDTH, WIDTH), shape(WIDTH, WIDTH, dtype=dtype)
+    params, x = {"w": w, "dense": dense}, shape(2, 3, WIDTH)
+    if policy is None:
+        params["dense"], x = jmpx.cast_tree((dense, x), BF16)
+    fn = jmpx.apply_policy(loss, policy) if policy else loss
+    return found(fn, params, x, names=("mixed-product",))
+
+
+@pytest.mark.parametrize("dtype, policy", [(BF16, None), (F32, "by=arguments,c=bf16")])
+@pytest.mark.parametrize("body", CASES)
+def test_a_product_names_the_line_where_its_float32_began(body, dtype, policy):
+    (finding,) = findings_of(body, dtype, policy)
+    assert finding.place.line == line_of(body)
+    made = f"{os.path.basename(__file__)}:{line_of(body, 'made')} "
+    start = "because of a float32 array that is made at "
+    assert made in finding.message.partition(start)[2]
+    assert finding.advice == CASES[body]
+
+
+@pytest.mark.parametrize(
+    "body, dtype, cause",
+    [
+        (lambda w, x: x @ w.T, F32, "the float32 argument `params['w']`."),
+        (lambda w, x: x @ jnp.tanh(w), F32, "a float32 array."),
+        (lambda w, x: x @ TABLE[0], BF16, "a float32 array that is closed over."),
+    ],
+)
+def test_what_is_no_line_of_its_own_is_named(body, dtype, cause):
+    """A parameter that is cast up is no argument in float32."""
+    (finding,) = findings_of(body, dtype)
+    assert finding.message.endswith(f"because of {cause}")
