@@ -1,6 +1,8 @@
 """A leak names the line where its float32 began, or the argument that it is."""
 
 import os
+import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -140,3 +142,64 @@ def test_what_is_no_line_of_its_own_is_named(body, dtype, cause):
     """A parameter that is cast up is no argument in float32."""
     (finding,) = findings_of(body, dtype)
     assert finding.message.endswith(f"because of {cause}")
+
+
+# One cause is one finding.
+
+
+class Fields(nn.Module):
+    """Attention and layers between norms, all of which have a `dtype` field."""
+
+    dtype: Any = F32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, name="first")(x)
+        for _ in range(3):
+            x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(x)
+            y = nn.Dense(2 * WIDTH, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+            x = x + nn.Dense(WIDTH, dtype=self.dtype)(jax.nn.gelu(y))
+        return nn.Dense(WIDTH, name="last")(x)
+
+
+def of_fields(policy):
+    net, x = Fields(), shape(2, 3, WIDTH)
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
+    loss = jmpx.apply_policy(lambda params, x: mean_square(net.apply(params, x)), policy)
+    with warnings.catch_warnings(record=True) as warned:
+        findings = jmpx.inspect.audit(loss)(params, x).findings
+    products = [each for each in findings if each.name in ("float32-product", "mixed-product")]
+    return products, " ".join(str(each.message) for each in warned)
+
+
+def test_a_dtype_field_in_many_layers_is_one_finding_with_one_rule_for_their_class():
+    findings, warned = of_fields("by=modules,c=bf16")
+    counts = {"MultiHeadDotProductAttention": 3 * 4, "Dense": 3 * 2}
+    rules = {f"{name}: c=bf16,o=bf16": count for name, count in counts.items()}
+    assert {each.rule: each.count for each in findings} == rules
+    assert all(f"because of the `dtype` of {name}" in str(findings) for name in counts)
+    # Attention owns no parameters: its layers do.
+    assert all(f"{name}: compute=bfloat16" in warned for name in counts)
+    assert of_fields("; ".join(["by=modules,c=bf16", *rules]))[0] == []
+
+
+def test_without_a_policy_map_the_advice_names_the_class():
+    findings, _ = of_fields("by=arguments,c=bf16")
+    assert {each.advice for each in findings} >= {
+        "give MultiHeadDotProductAttention dtype=jnp.bfloat16"
+    }
+    assert [each for each in findings if each.rule] == []
+
+
+def test_one_array_that_meets_activations_in_several_places_is_one_finding():
+    def loss(w, x):
+        waves = jnp.sin(jnp.arange(WIDTH, dtype=F32))  # made
+        y = jnp.tanh(x @ w + waves) @ w  # <-
+        return mean_square((y.astype(BF16) * waves) @ w)
+
+    (finding,) = found(loss, shape(WIDTH, WIDTH, dtype=BF16), shape(2, 3, WIDTH, dtype=BF16))
+    assert (finding.name, finding.count) == ("promotion", 2)
+    assert finding.place.line == line_of(loss)
+    made = f"test_audit_origins.py:{line_of(loss, 'made')} "
+    assert finding.message.startswith("2 bfloat16 arrays, the first of them here, meet")
+    assert made in finding.message

@@ -1,5 +1,6 @@
 """Findings: float32 in a step that is meant to compute in 16 bits."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -7,6 +8,7 @@ from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
 from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
+    compute_dtype,
     half_dtype,
     number_of,
     reaches_end,
@@ -15,6 +17,7 @@ from jmpx._inspect.audit.values import (
 from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import Place, source_of, writer_of
+from jmpx._jaxprs.marks import module_of
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -75,26 +78,37 @@ class _Leaks:
     def of_streams(self) -> Iterator[UntriedFinding]:
         """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
-        causes: dict[object, list[Stream]] = {}
+        causes: dict[tuple[str, object], list[Stream]] = {}
         for stream in self._streams.found:
-            if stream.kind == "product":
-                # One change fixes all products that read the result of one operation.
-                causes.setdefault(self._change(stream), []).append(stream)
-            elif stream.products or (stream.widened and not self._streams.is_of_autocast(stream)):
-                yield self._promotion(stream)
+            is_widening = stream.widened and not self._streams.is_of_autocast(stream)
+            if stream.products or is_widening:
+                causes.setdefault((stream.kind, self._change(stream)), []).append(stream)
             elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
                 saved.setdefault(stream.node.place, []).append(stream)
-        yield from map(self._product, causes.values())
+        for (kind, _), streams in causes.items():
+            yield (self._product if kind == "product" else self._promotion)(streams)
         for streams in saved.values():
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
             if share > _LARGE:
                 yield from (self._saved(each, share) for each in streams)
 
     def _change(self, stream: Stream) -> object:
-        """Returns a key of what one would change for a product, which several may share."""
+        """Returns a key of what one would change for a leak, which several may share."""
+        if (layer := self._layer(stream)) is not None:
+            return layer
         if stream.cause is None or self._argument(stream.cause) is not None:
             return stream
         return self._streams.origin(stream.cause)[1] or stream
+
+    def _layer(self, stream: Stream) -> type | None:
+        """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
+        node, policy = stream.node, self._graph.policy(stream.node)
+        is_half = compute_dtype(policy) in LOW if policy else self._streams.are_cast(node)
+        if stream.kind != "product" or writer_of(node.eqn) != "flax" or not is_half:
+            return None
+        around = filter(None, map(module_of, node.scope.split("/")))
+        classes = (each.cls for each in around if each not in self._graph.outermost)
+        return next((cls for cls in classes if "dtype" in inspect.signature(cls).parameters), None)
 
     def of_backward(self) -> Iterator[UntriedFinding]:
         """Yields findings about wide backward products whose forward products are not wide."""
@@ -136,17 +150,26 @@ class _Leaks:
         runs, here = f"A {what} runs", ""
         if len(streams) > 1:
             runs, here = f"{len(streams)} {what}s run", ", the first of them here"
+        remedy, kind = self._remedy(node, wide), _FLOAT32 if wide is None else _MIXED
         because = "" if wide is None else f", because of {self._named(wide, node)}"
+        if (layer := self._layer(streams[0])) is not None:
+            because = f", because of the `dtype` of {layer.__name__}"
+            remedy = (f"give {layer.__name__} dtype=jnp.{self._half}", *self._rules(node))
+            if len({stream.node.path for stream in streams}) > 1:
+                remedy = (remedy[0], *self._rules(node, layer), *remedy[1:])
         dtype = (wide or node.results[0]).dtype.name
         message = f"{runs} in {dtype}{here}{because}{self._behind(streams, 1)}."
-        kind = _FLOAT32 if wide is None else _MIXED
-        return self._found(kind, "high", node, message, self._remedy(node, wide), streams)
+        return self._found(kind, "high", node, message, remedy, streams)
 
-    def _promotion(self, stream: Stream) -> UntriedFinding:
-        node, cause, behind = stream.node, stream.cause, self._behind([stream], 0)
+    def _promotion(self, streams: list[Stream]) -> UntriedFinding:
+        """Returns the finding about promotions that one change fixes."""
+        node, cause, behind = streams[0].node, streams[0].cause, self._behind(streams, 0)
         if cause is not None:
-            named = self._named(cause, node)
-            message = f"A {self._half} array meets {named} and goes on in float32{behind}."
+            named, what = self._named(cause, node), f"A {self._half} array meets"
+            if len(streams) > 1:
+                what = f"{len(streams)} {self._half} arrays, the first of them here, meet"
+            goes = "goes" if len(streams) == 1 else "go"
+            message = f"{what} {named} and {goes} on in float32{behind}."
             remedy = self._remedy(node, cause)
         elif carries := [each for each in node.results[0].readers if each.is_carry]:
             node = carries[0]
@@ -155,8 +178,8 @@ class _Leaks:
         else:
             message = f"A {self._half} array is cast to float32 and goes on so{behind}."
             remedy = (f"cast it back with .astype(jnp.{self._half}) before other modules read it",)
-        severity = "high" if stream.products else "medium"
-        return self._found(_PROMOTION, severity, node, message, remedy, [stream])
+        severity = "high" if any(stream.products for stream in streams) else "medium"
+        return self._found(_PROMOTION, severity, node, message, remedy, streams)
 
     def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
@@ -207,8 +230,8 @@ class _Leaks:
         if cause is not None and self._number(cause, node) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
         argument = None if cause is None else self._argument(cause)
-        origin = None if cause is None or argument else self._streams.origin(cause)[1]
-        is_here = origin is None or origin.place == node.place
+        origin = None if cause is None else self._streams.origin(cause)[1]
+        is_here = argument is not None or origin is None or origin.place == node.place
         if node.is_product and is_here and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
             # The loss should read float32 sums, which do not need float32 operands.
@@ -216,15 +239,16 @@ class _Leaks:
             return (f"{advice}{by}", *self._rules(node))
         if cause is None or argument is not None:
             operand = "its operands" if argument is None else f"`{argument}`"
-            return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
+            reader = node if node.is_product or origin is None else origin
+            return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(reader))
         if origin is not None and writer_of(origin.eqn):
             layer = f"give the layer there dtype=jnp.{self._half}"
             return (f"{layer}, or cast its result with .astype(x.dtype)", *self._rules(origin))
         return ("cast it where it is made, with .astype(x.dtype)",)
 
-    def _rules(self, node: Node) -> Iterator[str]:
-        """Yields the rule that makes a node's module compute in 16 bits, whatever its `dtype`."""
-        selector = node.selector
+    def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
+        """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""
+        selector = node.selector if layer is None else layer.__name__
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"

@@ -249,6 +249,11 @@ class Streams:
         """Whether JAX, not the user, cast a value as a part of an operation."""
         return user_call(self._casts[value]) == user_call(node)
 
+    def are_cast(self, node: Node) -> bool:
+        """Whether JAX or a framework, not the user, casts both factors of a product up."""
+        factors = [value for value in node.operands[:2] if value in self._casts]
+        return len(factors) == 2 and all(self._is_silent(value, node) for value in factors)
+
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
         cast = [value for value in node.operands if value in self._casts]
