@@ -158,7 +158,7 @@ class FieldCensus:
         if 2 * sum(sizes[module] for module in kept) <= sum(sizes.values()):
             return
         # Layers without parameters, such as attention, multiply in the dtype of their fields, too.
-        others = (m for m, field in self.fields.items() if m not in sizes and field != compute)
+        others = (m for m in self.fields if m.path and m not in sizes and self.fields[m] != compute)
         classes = dict.fromkeys(module.cls.__name__ for module in (*kept, *others))
         rules = "; ".join(f"{cls}: compute={dtype_name(compute)}" for cls in classes)
         warnings.warn(

@@ -167,6 +167,7 @@ def of_fields(policy):
     params = jax.eval_shape(net.init, jax.random.key(0), x)
     loss = jmpx.apply_policy(lambda params, x: mean_square(net.apply(params, x)), policy)
     with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         findings = jmpx.inspect.audit(loss)(params, x).findings
     products = [each for each in findings if each.name in ("float32-product", "mixed-product")]
     return products, " ".join(str(each.message) for each in warned)
@@ -178,7 +179,8 @@ def test_a_dtype_field_in_many_layers_is_one_finding_with_one_rule_for_their_cla
     rules = {f"{name}: c=bf16,o=bf16": count for name, count in counts.items()}
     assert {each.rule: each.count for each in findings} == rules
     assert all(f"because of the `dtype` of {name}" in str(findings) for name in counts)
-    # Attention owns no parameters: its layers do.
+    # Attention owns no parameters: its layers do. A rule for the model would select everything.
+    assert "Fields: " not in warned
     assert all(f"{name}: compute=bfloat16" in warned for name in counts)
     assert of_fields("; ".join(["by=modules,c=bf16", *rules]))[0] == []
 
