@@ -1,7 +1,6 @@
 """Facts about equations: which primitives only move numbers, FLOPs, and the user's lines."""
 
 import functools
-import itertools
 import linecache
 import math
 import os
@@ -205,11 +204,10 @@ def call_of(eqn: Equation) -> tuple[CodeType, int] | None:
 
 def source_of(eqn: Equation) -> str:
     """Returns the lines of the call in the user's code that traced an equation, as in a file."""
-    code, at = call_of(eqn) or (None, 0)
-    if code is None:
-        return ""
-    first, last, *_ = next(itertools.islice(code.co_positions(), at // 2, None), (None, None))
-    return "".join(linecache.getlines(code.co_filename)[(first or 1) - 1 : last])
+    for code, at in filter(None, [call_of(eqn)]):
+        first, last, *_ = list(code.co_positions())[at // 2]
+        return "".join(linecache.getlines(code.co_filename)[(first or 1) - 1 : last])
+    return ""
 
 
 def writer_of(eqn: Equation) -> str:

@@ -67,8 +67,7 @@ class _Leaks:
         for node in (each for each in self._streams.forward if each.is_product):
             is_low = all(value.is_low for value in node.operands[:2])
             is_sum = is_low and node.results[0].is_wide
-            if is_sum:
-                self._sums.setdefault(step.key(node), node)
+            self._sums |= {step.key(node): node} if is_sum else {}
             is_told = node in step.explained or self._streams.is_asked(node)
             # A loss should read float32 sums of 16-bit products, although these widen the
             # backward pass.
@@ -94,11 +93,8 @@ class _Leaks:
 
     def _change(self, stream: Stream) -> object:
         """Returns a key of what one would change for a leak, which several may share."""
-        if (layer := self._layer(stream)) is not None:
-            return layer
-        if stream.cause is None or self._argument(stream.cause) is not None:
-            return stream
-        return self._streams.origin(stream.cause)[1] or stream
+        known, origin = (stream, None) if stream.cause is None else self._known(stream.cause)
+        return self._layer(stream) or (origin if known is None and origin else stream)
 
     def _layer(self, stream: Stream) -> type | None:
         """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
@@ -114,17 +110,14 @@ class _Leaks:
         """Yields findings about wide backward products whose forward products are not wide."""
         for key, nodes in self._backward.items():
             is_mixed = any(value.is_low for node in nodes for value in node.operands[:2])
-            kind, text = _MIXED if is_mixed else _FLOAT32, "The backward pass of a product runs in"
-            text, advice = f"{text} float32.", f"cast its operands with .astype(jnp.{self._half})"
+            kind, half, because = _MIXED if is_mixed else _FLOAT32, self._half, ""
+            advice = f"cast its operands with .astype(jnp.{half})"
             if (product := self._sums.get(key)) is not None:
-                text = (
-                    f"{text[:-1]}, because its result is float32 while its operands are "
-                    f"{self._half}."
-                )
-                option = "preferred_element_type"
-                is_said = option in source_of(product.eqn)
-                what = f"leave out {option}" if is_said else f"have it return {self._half}"
+                because = f", because its result is float32 while its operands are {half}"
+                is_said = (option := "preferred_element_type") in source_of(product.eqn)
+                what = f"leave out {option}" if is_said else f"have it return {half}"
                 advice = f"{what}, and cast the result with .astype instead"
+            text = f"The backward pass of a product runs in float32{because}."
             count, flops = sum(node.times for node in nodes), sum(node.flops for node in nodes)
             yield self._step.found(kind, "medium", nodes[0], text, advice, count=count, flops=flops)
 
@@ -165,11 +158,8 @@ class _Leaks:
         """Returns the finding about promotions that one change fixes."""
         node, cause, behind = streams[0].node, streams[0].cause, self._behind(streams, 0)
         if cause is not None:
-            named, what = self._named(cause, node), f"A {self._half} array meets"
-            if len(streams) > 1:
-                what = f"{len(streams)} {self._half} arrays, the first of them here, meet"
-            goes = "goes" if len(streams) == 1 else "go"
-            message = f"{what} {named} and {goes} on in float32{behind}."
+            named = self._named(cause, node)
+            message = f"A {self._half} array meets {named} and goes on in float32{behind}."
             remedy = self._remedy(node, cause)
         elif carries := [each for each in node.results[0].readers if each.is_carry]:
             node = carries[0]
@@ -202,43 +192,43 @@ class _Leaks:
         parts = " and ".join(count_text(count, noun) for count, noun in counts if count)
         return f", with {parts} behind it" if parts else ""
 
+    def _known(self, value: Value) -> tuple[str | float | None, Node | None]:
+        """Returns the argument's name or the number that a wide value is, and where it was made."""
+        source, origin = self._streams.origin(value)
+        moved = before(value, MOVES_AND_CASTS)
+        if source is moved and source.kind == "input":  # never rounded
+            return self._graph.program.names[source.index], origin
+        calls = [user_call(each) for each in (*filter(None, [value.node]), *value.readers[:1])]
+        is_own = calls[0] == calls[-1]  # no other call made an array of it
+        return number_of(moved) if is_own else None, origin
+
     def _named(self, value: Value, node: Node) -> str:
         """Returns a name for a wide value that a node reads."""
-        dtype, (source, origin) = value.dtype.name, self._streams.origin(value)
-        if (argument := self._argument(value)) is not None:
-            return f"the {dtype} argument `{argument}`"
-        if (number := self._number(value, node)) is not None:
-            return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
-        place = None if origin is None else origin.place
-        if place is not None and place[:2] != (node.place or ())[:2]:
+        dtype, (known, origin) = value.dtype.name, self._known(value)
+        if known is not None:
+            is_name = isinstance(known, str)
+            what = (
+                f"argument `{known}`" if is_name else f"number {known:.6g} (of NumPy, or an array)"
+            )
+            return f"the {dtype} {what}"
+        if (place := origin and origin.place) and place[:2] != (node.place or ())[:2]:
             return f"a {dtype} array that is made at {place}"
-        return f"a {dtype} array{' that is closed over' if source.kind == 'const' else ''}"
-
-    def _argument(self, value: Value) -> str | None:
-        """Returns the name of the argument that a wide value is, unrounded; None if it is none."""
-        source, _ = self._streams.origin(value)
-        is_moved = source is before(value, MOVES_AND_CASTS) and source.kind == "input"
-        return self._graph.program.names[source.index] if is_moved else None
-
-    def _number(self, value: Value, node: Node) -> float | None:
-        """Returns the number that a value is, unless another call made an array of it."""
-        is_own = value.node is None or user_call(value.node) == user_call(node)
-        return number_of(before(value, MOVES_AND_CASTS)) if is_own else None
+        is_const = self._streams.origin(value)[0].kind == "const"
+        return f"a {dtype} array{' that is closed over' if is_const else ''}"
 
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
         """Returns advice against a leak, followed by a rule that may do the same."""
-        if cause is not None and self._number(cause, node) is not None:
+        known, origin = (None, None) if cause is None else self._known(cause)
+        if isinstance(known, float):
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
-        argument = None if cause is None else self._argument(cause)
-        origin = None if cause is None else self._streams.origin(cause)[1]
-        is_here = argument is not None or origin is None or origin.place == node.place
+        is_here = known is not None or origin is None or origin.place == node.place
         if node.is_product and is_here and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
             # The loss should read float32 sums, which do not need float32 operands.
             by = ", with preferred_element_type" if reaches_end(node) else ""
             return (f"{advice}{by}", *self._rules(node))
-        if cause is None or argument is not None:
-            operand = "its operands" if argument is None else f"`{argument}`"
+        if cause is None or known is not None:
+            operand = "its operands" if known is None else f"`{known}`"
             reader = node if node.is_product or origin is None else origin
             return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(reader))
         if origin is not None and writer_of(origin.eqn):

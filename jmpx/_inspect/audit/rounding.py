@@ -9,14 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._inspect.audit.step import (
-    AuditedStep,
-    FindingKind,
-    Key,
-    Remedies,
-    UntriedFinding,
-    is_half_product,
-)
+from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
@@ -272,8 +265,9 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
         return True
     if all(map(_is_rounded_lookup, readers)):  # gathers whose gradients jmpx sums in float32
         return True
-    if all(map(is_half_product, readers)):  # by `product=f32`
-        return True
+    half = earlier.results[0].dtype.name
+    if all(reader.is_product and half in multiplied(reader) for reader in readers):
+        return True  # the products round it, by `product=f32`
     # A value that is not only widened is rounded for operations of 16 bits, too.
     if graph.program.uses_autocast or not _is_only_widened(earlier.results[0]):
         return True

@@ -38,8 +38,7 @@ _OF_ISLANDS = frozenset(
     digamma psum sort top_k
     """.split()
 )
-# They make a norm's factor, or a part of a complex number: what such an array meets is an island.
-_OF_FACTORS = frozenset("rsqrt sqrt real imag".split())
+_PARTS = frozenset({"real", "imag"})
 _COMPLEX = frozenset(map(np.dtype, (np.complex64, np.complex128)))
 
 
@@ -159,7 +158,8 @@ class Streams:
             # What a framework's code meets is no cause that the user could change.
             stream.into = self._start("promotion", node, None if writer_of(node.eqn) else other[0])
             stream = stream.into
-        stream.is_island |= node.name in _OF_ISLANDS or any(map(_is_factor, other))
+        origins = (each for _, each in map(self.origin, other) if each is not None)
+        stream.is_island |= node.name in _OF_ISLANDS or any(o.name in _PARTS for o in origins)
         return stream
 
     def _united(self, values: list[Value]) -> Stream:
@@ -274,14 +274,6 @@ class Streams:
                 own = self._of[value]  # the bytes of a loss are its own, also if a leak reaches it
                 (own if own.is_island else own.whole).nbytes += value.nbytes
         return sum(value.nbytes for value in saved if value.is_low or value.is_wide)
-
-
-def _is_factor(value: Value) -> bool:
-    """Whether a value was made by one of `_OF_FACTORS`, before other arithmetic."""
-    while value.node is not None and value.node.name not in _OF_FACTORS:
-        earlier = (v for v in value.node.first_operands if v.is_wide and v.node is not None)
-        value = next(earlier, Value(value.aval, "literal"))
-    return value.node is not None
 
 
 def _is_computed(value: Value) -> bool:
