@@ -158,7 +158,8 @@ class Place(NamedTuple):
         return f"{file}:{self.line} ({self.function}){called}"
 
 
-_LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
+FRAMEWORKS = ("flax", "haiku", "equinox")
+_LIBRARIES = ("jax", "jaxlib", "jmpx", *FRAMEWORKS, "jaxtyping", "optax", "chex")
 _BETWEEN = ("jax", "jaxlib", "jaxtyping", "chex", "python")  # between a caller and an equation
 _NOTE = "jmpx's autocast was running"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import BF16, F32
 from helpers.findings_of import found, line_of, shape
+from helpers.zoo import build
 from jax import lax
 
 import jmpx
@@ -204,3 +205,24 @@ def test_one_array_that_meets_activations_in_several_places_is_one_finding():
     assert finding.place.line == line_of(loss)
     made = f"test_audit_origins.py:{line_of(loss, 'made')} "
     assert made in finding.message
+
+
+@pytest.mark.parametrize(
+    "framework, name",
+    [("haiku", "low-exp"), ("linen", "cast-to-and-fro"), ("nnx", "cast-to-and-fro")],
+)
+def test_what_the_norms_of_a_class_have_in_common_is_one_finding(framework, name):
+    def body(m, x):
+        x = x + m.linear("first", WIDTH)(m.norm("before")(x))
+        x = x + m.linear("second", WIDTH)(m.norm("between")(x))
+        return m.linear("last", WIDTH)(m.norm("after")(x))
+
+    net = build(framework, body, np.ones((2, 3, WIDTH)), rng=np.random.default_rng(0))
+
+    def findings(policy):
+        loss = jmpx.apply_policy(lambda model, x: mean_square(net.apply(model, x)), policy)
+        return found(loss, net.model, shape(2, 3, WIDTH), names=(name,))
+
+    (finding,) = findings("by=modules,c=bf16")
+    assert finding.rule == "LayerNorm: full" and finding.count % 3 == 0
+    assert findings(f"by=modules,c=bf16; {finding.rule}") == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._jaxprs.equations import Place, writer_of
+from jmpx._jaxprs.equations import FRAMEWORKS, Place, writer_of
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
@@ -325,9 +326,10 @@ class Remedies:
             yield from (f"op.{name}: {short}" for name in loops if name in ("scan", "while"))
 
     def wider(self, nodes: list[Node]) -> Iterator[str]:
-        """Yields rules that compute in float32: of modules and scopes."""
-        for scope in dict.fromkeys(node.scope for node in nodes):
-            yield from self._widened(scope)
+        """Yields rules that compute in float32: of classes of several modules, modules, scopes."""
+        scopes = dict.fromkeys(node.scope for node in nodes)
+        counts = Counter(rule for scope in scopes for rule in dict.fromkeys(self._widened(scope)))
+        yield from sorted(counts, key=lambda rule: -counts[rule])
 
     def wider_operations(self, nodes: list[Node]) -> Iterator[str]:
         """Yields the rules of `wider`, and under autocast those of operations."""
@@ -411,6 +413,7 @@ class AuditedStep:
     def __init__(self, graph: Graph, platform: str | None) -> None:
         self.graph, self.platform, self.streams = graph, platform, Streams(graph)
         self.explained: set[Node] = set()
+        self._first: dict[tuple[str, type, str], Key] = {}
 
     def key(self, node: Node) -> Key:
         """Returns where a node is: the same for a forward product and its backward ones."""
@@ -432,6 +435,10 @@ class AuditedStep:
             **sizes: `flops`, `nbytes`, and `count` unless it is how often the node runs.
         """
         path, place = self.key(node)
+        if node.module and not node.is_product and writer_of(node.eqn) in FRAMEWORKS:
+            # Equal findings in the code of one class, as in its norms, are one: at the first.
+            key = kind.name, node.module.cls, message
+            path, place = self._first.setdefault(key, (path, place))
         sizes = {"count": node.times, **sizes}
         finding = Finding(kind.name, severity, message, place, path, "", advice, **sizes)
         return UntriedFinding(kind, finding, [node], rules)
