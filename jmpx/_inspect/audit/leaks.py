@@ -99,7 +99,8 @@ class _Leaks:
     def _layer(self, stream: Stream) -> type | None:
         """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
         node, policy = stream.node, self._graph.policy(stream.node)
-        is_half = compute_dtype(policy) in LOW if policy else self._streams.are_cast(node)
+        are_cast = stream.cause is None and self._streams.casts.keys() >= {*node.operands[:2]}
+        is_half = compute_dtype(policy) in LOW if policy else are_cast
         if stream.kind != "product" or writer_of(node.eqn) != "flax" or not is_half:
             return None
         around = filter(None, map(module_of, node.scope.split("/")))

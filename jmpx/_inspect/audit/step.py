@@ -90,7 +90,7 @@ class Streams:
         self._graph = graph
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
-        self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        self.casts: dict[Value, Node] = {}  # the casts of values that were only moved since
         self._read: set[Node] = set()  # those of these casts that an operation has read
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
@@ -125,7 +125,7 @@ class Streams:
             return self._combine(node)
         if not node.operands[0].is_low:
             return self._of.get(node.operands[0])
-        self._casts[node.results[0]] = node
+        self.casts[node.results[0]] = node
         return self._start("cast", node)
 
     def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
@@ -135,23 +135,23 @@ class Streams:
     def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
         """Returns the wide values: just cast, others of streams, and those of no stream."""
         wide = [value for value in operands if value.is_wide]
-        cast = [value for value in wide if value in self._casts]
+        cast = [value for value in wide if value in self.casts]
         other = [value for value in wide if value not in self._of]
-        return cast, [v for v in wide if v in self._of and v not in self._casts], other
+        return cast, [v for v in wide if v in self._of and v not in self.casts], other
 
     def _combine(self, node: Node) -> Stream | None:
         """Follows streams through a node that is neither a cast nor a product."""
         cast, wide, other = self._met(node.first_operands)
         if node.name in MOVES and cast and not wide:
-            self._casts.update((value, self._casts[cast[0]]) for value in node.results)
+            self.casts.update((value, self.casts[cast[0]]) for value in node.results)
             return self._of[cast[0]]
         if not cast and not wide:
             return None
         stream = self._united(wide or cast)
         # What another operation has read, as `x ** 2` before its derivative `2 * x`, was not cast
         # for this one.
-        fresh = [value for value in cast if self._casts[value] not in self._read]
-        self._read.update(self._casts[value] for value in cast)
+        fresh = [value for value in cast if self.casts[value] not in self._read]
+        self._read.update(self.casts[value] for value in cast)
         if wide:
             for value in cast:
                 self._widen(stream, value, node)
@@ -177,7 +177,7 @@ class Streams:
         if part is stream or part.kind != "cast":
             return
         part.merge_into(stream)
-        is_own = value.size == 1 or not _is_computed(self._casts[value].operands[0])
+        is_own = value.size == 1 or not _is_computed(self.casts[value].operands[0])
         if not is_own and not self.is_asked(node) and self._home(stream.node) != self._home(node):
             stream.widened.append(node)
 
@@ -248,16 +248,11 @@ class Streams:
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether JAX, not the user, cast a value as a part of an operation."""
-        return user_call(self._casts[value]) == user_call(node)
-
-    def are_cast(self, node: Node) -> bool:
-        """Whether JAX or a framework, not the user, casts both factors of a product up."""
-        factors = [value for value in node.operands[:2] if value in self._casts]
-        return len(factors) == 2 and all(self._is_silent(value, node) for value in factors)
+        return user_call(self.casts[value]) == user_call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
-        cast = [value for value in node.operands if value in self._casts]
+        cast = [value for value in node.operands if value in self.casts]
         return any(not self._is_silent(value, node) for value in cast)
 
     def _home(self, node: Node) -> tuple[str, str]:
