@@ -158,7 +158,9 @@ class FieldCensus:
         kept.sort(key=lambda module: -sizes[module])
         if 2 * sum(sizes[module] for module in kept) <= sum(sizes.values()):
             return
-        classes = dict.fromkeys(module.cls.__name__ for module in kept)
+        # Layers without parameters, such as attention, multiply in the dtype of their fields, too.
+        others = (m for m in self.fields if m.path and m not in sizes and self.fields[m] != compute)
+        classes = dict.fromkeys(module.cls.__name__ for module in (*kept, *others))
         rules = "; ".join(f"{cls}: compute={dtype_name(compute)}" for cls in classes)
         warnings.warn(
             f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps most of "

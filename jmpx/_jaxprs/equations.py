@@ -1,11 +1,13 @@
 """Facts about equations: which primitives only move numbers, FLOPs, and the user's lines."""
 
 import functools
+import linecache
 import math
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
+from types import CodeType
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +163,9 @@ class Place(NamedTuple):
         return f"{file}:{self.line} ({self.function}){called}"
 
 
-_LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
+FRAMEWORKS = ("flax", "haiku", "equinox")
+_LIBRARIES = ("jax", "jaxlib", "jmpx", *FRAMEWORKS, "jaxtyping", "optax", "chex")
+_BETWEEN = ("jax", "jaxlib", "jaxtyping", "chex", "python")  # between a caller and an equation
 _NOTE = "jmpx's autocast was running"
 
 
@@ -175,7 +179,7 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
     found: Place | None = None
     for frame in () if traceback is None else traceback.frames:
         name = frame.function_name.rpartition(".")[2]
-        if not is_of_library(frame.file_name):
+        if not library_of(frame.file_name):
             place = Place(frame.file_name, frame.line_num, name)
             if not place.file.startswith(_packages()):
                 return place if found is None else found._replace(caller=place)
@@ -191,7 +195,7 @@ def _packages() -> tuple[str, ...]:
     return tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 
-def call_of(eqn: Equation) -> object:
+def call_of(eqn: Equation) -> tuple[CodeType, int] | None:
     """Returns a key of the call in the user's code that traced an equation, or None.
 
     Operations of one call, such as a promotion and the product that needs it, have equal keys; two
@@ -199,19 +203,37 @@ def call_of(eqn: Equation) -> object:
     """
     traceback = eqn.source_info.traceback
     for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
-        if not is_of_library(code.co_filename):
+        if not library_of(code.co_filename):
             return code, at
     return None
 
 
+def source_of(eqn: Equation) -> str:
+    """Returns the lines of the call in the user's code that traced an equation, as in a file."""
+    for code, at in filter(None, [call_of(eqn)]):
+        first, last, *_ = list(code.co_positions())[at // 2]
+        return "".join(linecache.getlines(code.co_filename)[(first or 1) - 1 : last])
+    return ""
+
+
+def writer_of(eqn: Equation) -> str:
+    """Returns which package called the function of JAX that made an equation: see `library_of`."""
+    traceback = eqn.source_info.traceback
+    files = [each.file_name for each in (traceback.frames if traceback else ())]
+    # This room runs in place of JAX's own gathers.
+    names = (library_of(file) for file in files if not file.startswith(os.path.dirname(__file__)))
+    return next((name for name in names if name not in _BETWEEN), "")
+
+
 @functools.cache
-def is_of_library(file: str) -> bool:
-    """Returns whether a file is of JAX, jmpx, a framework, or Python itself."""
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.dirname(module.__file__ or "") for module in modules]
-    if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
-        return True
-    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(_packages())
+def library_of(file: str) -> str:
+    """Returns the package that a file is of: `jax`, `flax`, `python`; empty for the user's code."""
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module and file.startswith(os.path.dirname(module.__file__ or "") + os.sep):
+            return name
+    is_python = file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(_packages())
+    return "python" if is_python or file.startswith("<frozen") else ""
 
 
 def note_source(error: Exception, eqn: Equation) -> None:

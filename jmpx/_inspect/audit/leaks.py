@@ -1,15 +1,24 @@
 """Findings: float32 in a step that is meant to compute in 16 bits."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
-from jmpx._inspect.graph import LOW, Node, Value, before
+from jmpx._inspect.audit.values import (
+    MOVES_AND_CASTS,
+    compute_dtype,
+    half_dtype,
+    number_of,
+    reaches_end,
+    user_call,
+)
+from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
-from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
+from jmpx._jaxprs.equations import DECOMPOSITIONS, Place, source_of, writer_of
 from jmpx._jaxprs.inner import is_outer
+from jmpx._jaxprs.marks import module_of
 
 _FLOAT32 = FindingKind("float32-product", Remedies.narrower)
 _MIXED = FindingKind("mixed-product", Remedies.narrower)
@@ -50,13 +59,16 @@ class _Leaks:
         self._half = half_dtype(step.graph)
         # The wide products of the backward pass, by the keys of their forward products.
         self._backward: dict[Key, list[Node]] = {}
+        self._sums: dict[Key, Node] = {}  # forward products of 16 bits that return float32
         for node in self._graph.nodes:
-            is_wide = any(value.is_wide for value in node.operands[:2])
+            dtypes = {value.dtype for value in node.operands[:2]}
+            is_wide = bool(dtypes & WIDE) and dtypes <= WIDE | LOW  # no complex number
             if node.is_backward and node.is_product and is_wide:
                 self._backward.setdefault(step.key(node), []).append(node)
         for node in (each for each in self._streams.forward if each.is_product):
             is_low = all(value.is_low for value in node.operands[:2])
             is_sum = is_low and node.results[0].is_wide
+            self._sums |= {step.key(node): node} if is_sum else {}
             is_told = node in step.explained or self._streams.is_asked(node) or is_outer(node.eqn)
             # A loss should read float32 sums of 16-bit products, although these widen the
             # backward pass.
@@ -69,32 +81,48 @@ class _Leaks:
     def of_streams(self) -> Iterator[UntriedFinding]:
         """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
-        causes: dict[object, list[Stream]] = {}
+        causes: dict[tuple[str, object], list[Stream]] = {}
         for stream in self._streams.found:
-            if stream.kind == "product":
-                # One change fixes all products that read the result of one operation.
-                cause = self._streams.origin(stream.cause) or stream
-                causes.setdefault(cause, []).append(stream)
-            elif stream.products or stream.widened:
-                yield self._promotion(stream)
-            elif stream.nbytes and not stream.is_island:
+            is_widening = stream.widened and not self._streams.is_of_autocast(stream)
+            if stream.products or is_widening:
+                causes.setdefault((stream.kind, self._change(stream)), []).append(stream)
+            elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
                 saved.setdefault(stream.node.place, []).append(stream)
-        yield from map(self._product, causes.values())
+        for (kind, _), streams in causes.items():
+            yield (self._product if kind == "product" else self._promotion)(streams)
         for streams in saved.values():
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
             if share > _LARGE:
                 yield from (self._saved(each, share) for each in streams)
 
+    def _change(self, stream: Stream) -> object:
+        """Returns a key of what one would change for a leak, which several may share."""
+        known, origin = (stream, None) if stream.cause is None else self._known(stream.cause)
+        return self._layer(stream) or (origin if known is None and origin else stream)
+
+    def _layer(self, stream: Stream) -> type | None:
+        """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
+        node, policy = stream.node, self._graph.policy(stream.node)
+        are_cast = stream.cause is None and self._streams.casts.keys() >= {*node.operands[:2]}
+        is_half = compute_dtype(policy) in LOW if policy else are_cast
+        if stream.kind != "product" or writer_of(node.eqn) != "flax" or not is_half:
+            return None
+        around = filter(None, map(module_of, node.scope.split("/")))
+        classes = (each.cls for each in around if each not in self._graph.outermost)
+        return next((cls for cls in classes if "dtype" in inspect.signature(cls).parameters), None)
+
     def of_backward(self) -> Iterator[UntriedFinding]:
         """Yields findings about wide backward products whose forward products are not wide."""
-        for nodes in self._backward.values():
+        for key, nodes in self._backward.items():
             is_mixed = any(value.is_low for node in nodes for value in node.operands[:2])
-            kind = _MIXED if is_mixed else _FLOAT32
-            text = (
-                "The backward pass of a product runs in float32, because its result is float32 "
-                f"while its operands are {self._half}."
-            )
-            advice = "leave out preferred_element_type, and cast the result with .astype instead"
+            kind, half, because = _MIXED if is_mixed else _FLOAT32, self._half, ""
+            advice = f"cast its operands with .astype(jnp.{half})"
+            if (product := self._sums.get(key)) is not None:
+                because = f", because its result is float32 while its operands are {half}"
+                is_said = (option := "preferred_element_type") in source_of(product.eqn)
+                what = f"leave out {option}" if is_said else f"have it return {half}"
+                advice = f"{what}, and cast the result with .astype instead"
+            text = f"The backward pass of a product runs in float32{because}."
             sizes = {"count": sum(n.times for n in nodes), "flops": sum(n.flops for n in nodes)}
             found = self._step.found(kind, "medium", nodes[0], text, advice, **sizes)
             yield found._replace(edited=nodes)
@@ -114,7 +142,8 @@ class _Leaks:
         }
         found = self._step.found(kind, severity, node, message, *remedy, **sizes)
         edited = [stream.node for stream in streams]
-        made = [self._streams.origin(stream.cause) for stream in streams]
+        causes = (stream.cause for stream in streams if stream.cause is not None)
+        made = (self._streams.origin(cause)[1] for cause in causes)
         return found._replace(edited=edited, made=[*filter(None, made)])
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
@@ -124,14 +153,20 @@ class _Leaks:
         runs, here = f"A {what} runs", ""
         if len(streams) > 1:
             runs, here = f"{len(streams)} {what}s run", ", the first of them here"
+        remedy, kind = self._remedy(node, wide), _FLOAT32 if wide is None else _MIXED
         because = "" if wide is None else f", because of {self._named(wide, node)}"
+        if (layer := self._layer(streams[0])) is not None:
+            because = f", because of the `dtype` of {layer.__name__}"
+            remedy = (f"give {layer.__name__} dtype=jnp.{self._half}", *self._rules(node))
+            if len({stream.node.path for stream in streams}) > 1:
+                remedy = (remedy[0], *self._rules(node, layer), *remedy[1:])
         dtype = (wide or node.results[0]).dtype.name
         message = f"{runs} in {dtype}{here}{because}{self._behind(streams, 1)}."
-        kind = _FLOAT32 if wide is None else _MIXED
-        return self._found(kind, "high", node, message, self._remedy(node, wide), streams)
+        return self._found(kind, "high", node, message, remedy, streams)
 
-    def _promotion(self, stream: Stream) -> UntriedFinding:
-        node, cause, behind = stream.node, stream.cause, self._behind([stream], 0)
+    def _promotion(self, streams: list[Stream]) -> UntriedFinding:
+        """Returns the finding about promotions that one change fixes."""
+        node, cause, behind = streams[0].node, streams[0].cause, self._behind(streams, 0)
         if cause is not None:
             named = self._named(cause, node)
             message = f"A {self._half} array meets {named} and goes on in float32{behind}."
@@ -143,8 +178,8 @@ class _Leaks:
         else:
             message = f"A {self._half} array is cast to float32 and goes on so{behind}."
             remedy = (f"cast it back with .astype(jnp.{self._half}) before other modules read it",)
-        severity = "high" if stream.products else "medium"
-        return self._found(_PROMOTION, severity, node, message, remedy, [stream])
+        severity = "high" if any(stream.products for stream in streams) else "medium"
+        return self._found(_PROMOTION, severity, node, message, remedy, streams)
 
     def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
@@ -167,38 +202,53 @@ class _Leaks:
         parts = " and ".join(count_text(count, noun) for count, noun in counts if count)
         return f", with {parts} behind it" if parts else ""
 
+    def _known(self, value: Value) -> tuple[str | float | None, Node | None]:
+        """Returns the argument's name or the number that a wide value is, and where it was made."""
+        source, origin = self._streams.origin(value)
+        moved = before(value, MOVES_AND_CASTS)
+        if source is moved and source.kind == "input":  # never rounded
+            return self._graph.program.names[source.index], origin
+        calls = [user_call(each) for each in (*filter(None, [value.node]), *value.readers[:1])]
+        is_own = calls[0] == calls[-1]  # no other call made an array of it
+        return number_of(moved) if is_own else None, origin
+
     def _named(self, value: Value, node: Node) -> str:
         """Returns a name for a wide value that a node reads."""
-        dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
-        if source.kind == "input":
-            return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
-        if (known := number_of(source)) is not None:
-            return f"the {dtype} number {known:.6g} (of NumPy, or an array)"
-        origin = self._streams.origin(value)
-        place = None if origin is None else origin.place
-        made = "" if place in (None, node.place) else f" that is made at {place}"
-        return f"a {dtype} array{made}"
+        dtype, (known, origin) = value.dtype.name, self._known(value)
+        if known is not None:
+            is_name = isinstance(known, str)
+            what = (
+                f"argument `{known}`" if is_name else f"number {known:.6g} (of NumPy, or an array)"
+            )
+            return f"the {dtype} {what}"
+        if (place := origin and origin.place) and place[:2] != (node.place or ())[:2]:
+            return f"a {dtype} array that is made at {place}"
+        is_const = self._streams.origin(value)[0].kind == "const"
+        return f"a {dtype} array{' that is closed over' if is_const else ''}"
 
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
         """Returns advice against a leak, followed by a rule that may do the same."""
-        source = None if cause is None else before(cause, MOVES_AND_CASTS)
-        if source is not None and number_of(source) is not None:
+        known, origin = (None, None) if cause is None else self._known(cause)
+        if isinstance(known, float):
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
-        if node.is_product and self._streams.is_written(node):
+        is_here = known is not None or origin is None or origin.place == node.place
+        if node.is_product and is_here and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
             # The loss should read float32 sums, which do not need float32 operands.
             by = ", with preferred_element_type" if reaches_end(node) else ""
             return (f"{advice}{by}", *self._rules(node))
-        if source is not None and source.kind != "input":
-            return ("cast it where it is made, with .astype(x.dtype)",)
-        operand = "its operands"
-        if source is not None:
-            operand = f"`{self._graph.program.names[source.index]}`"
-        return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(node))
+        if cause is None or known is not None:
+            operand = "its operands" if known is None else f"`{known}`"
+            reader = node if node.is_product or origin is None else origin
+            return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(reader))
+        if origin is not None and writer_of(origin.eqn):
+            layer = f"give the layer there dtype=jnp.{self._half}"
+            return (f"{layer}, or cast its result with .astype(x.dtype)", *self._rules(origin))
+        return ("cast it where it is made, with .astype(x.dtype)",)
 
-    def _rules(self, node: Node) -> Iterator[str]:
-        """Yields the rule that makes a node's module compute in 16 bits, whatever its `dtype`."""
-        selector = node.selector
+    def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
+        """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""
+        selector = node.selector if layer is None else layer.__name__
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"

@@ -24,6 +24,7 @@ from jmpx._inspect.audit.values import (
     user_call,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
+from jmpx._jaxprs.equations import writer_of
 
 _LOGITS = FindingKind("rounded-logits", Remedies.wider)
 _CONSTANT = FindingKind("constant-range", Remedies.wider)
@@ -276,10 +277,12 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     if earlier is None or not is_back or step.streams.is_of_leak(result):
         return
     if not _is_meant(graph, node, earlier):
+        # What a policy or one of its rules rounds is asked for.
+        severity = "low" if writer_of(earlier.eqn) == "jmpx" else "medium"
         names = " to ".join(value.dtype.name for value in (first, source, result))
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
         advice = f"read the {first.dtype.name} value, or leave out the cast back"
-        yield step.found(_TO_AND_FRO, "medium", node, text, advice, nbytes=nbytes)
+        yield step.found(_TO_AND_FRO, severity, node, text, advice, nbytes=nbytes)
 
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
@@ -296,6 +299,9 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
         return True
     if all(map(_is_rounded_lookup, readers)):  # gathers whose gradients jmpx sums in float32
         return True
+    half = earlier.results[0].dtype.name
+    if all(reader.is_product and half in multiplied(reader) for reader in readers):
+        return True  # the products round it, by `product=f32`
     # A value that is not only widened is rounded for operations of 16 bits, too.
     if graph.program.uses_autocast or not _is_only_widened(earlier.results[0]):
         return True

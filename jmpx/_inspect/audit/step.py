@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
 from jmpx._inspect.text import short_names
-from jmpx._jaxprs.equations import DECOMPOSITIONS, Place
+from jmpx._jaxprs.equations import DECOMPOSITIONS, FRAMEWORKS, Place, writer_of
 from jmpx._jaxprs.inner import is_outer
 from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
@@ -39,6 +40,8 @@ _OF_ISLANDS = frozenset(
     digamma psum sort top_k
     """.split()
 )
+_PARTS = frozenset({"real", "imag"})
+_COMPLEX = frozenset(map(np.dtype, (np.complex64, np.complex128)))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -88,7 +91,8 @@ class Streams:
         self._graph = graph
         self._streams: list[Stream] = []
         self._of: dict[Value, Stream] = {}
-        self._casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        self.casts: dict[Value, Node] = {}  # the casts of values that were only moved since
+        self._read: set[Node] = set()  # those of these casts that an operation has read
         # Products that make a matrix to decompose, and the nodes between the two.
         decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
         through = lambda node: [] if node.is_product else node.operands  # noqa: E731
@@ -114,6 +118,10 @@ class Streams:
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
+        if any(value.dtype in _COMPLEX for value in (*node.operands, *node.results)):
+            for value in self._of.keys() & node.operands:  # no complex number has 16-bit parts
+                self._of[value].whole.is_island = True
+            return None
         if node.is_product and not is_outer(node.eqn):  # which is elementwise, also to autocast
             return self._product(node)
         if not any(value.is_wide for value in node.results):
@@ -122,7 +130,7 @@ class Streams:
             return self._combine(node)
         if not node.operands[0].is_low:
             return self._of.get(node.operands[0])
-        self._casts[node.results[0]] = node
+        self.casts[node.results[0]] = node
         return self._start("cast", node)
 
     def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
@@ -132,26 +140,32 @@ class Streams:
     def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
         """Returns the wide values: just cast, others of streams, and those of no stream."""
         wide = [value for value in operands if value.is_wide]
-        cast = [value for value in wide if value in self._casts]
+        cast = [value for value in wide if value in self.casts]
         other = [value for value in wide if value not in self._of]
-        return cast, [v for v in wide if v in self._of and v not in self._casts], other
+        return cast, [v for v in wide if v in self._of and v not in self.casts], other
 
     def _combine(self, node: Node) -> Stream | None:
         """Follows streams through a node that is neither a cast nor a product."""
         cast, wide, other = self._met(node.first_operands)
         if node.name in MOVES and cast and not wide:
-            self._casts.update((value, self._casts[cast[0]]) for value in node.results)
+            self.casts.update((value, self.casts[cast[0]]) for value in node.results)
             return self._of[cast[0]]
         if not cast and not wide:
             return None
         stream = self._united(wide or cast)
+        # What another operation has read, as `x ** 2` before its derivative `2 * x`, was not cast
+        # for this one.
+        fresh = [value for value in cast if self.casts[value] not in self._read]
+        self._read.update(self.casts[value] for value in cast)
         if wide:
             for value in cast:
                 self._widen(stream, value, node)
-        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in cast):
-            stream.into = self._start("promotion", node, other[0])
+        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in fresh):
+            # What a framework's code meets is no cause that the user could change.
+            stream.into = self._start("promotion", node, None if writer_of(node.eqn) else other[0])
             stream = stream.into
-        stream.is_island |= node.name in _OF_ISLANDS
+        origins = (each for _, each in map(self.origin, other) if each is not None)
+        stream.is_island |= node.name in _OF_ISLANDS or any(o.name in _PARTS for o in origins)
         return stream
 
     def _united(self, values: list[Value]) -> Stream:
@@ -168,7 +182,7 @@ class Streams:
         if part is stream or part.kind != "cast":
             return
         part.merge_into(stream)
-        is_own = value.size == 1 or not _is_computed(self._casts[value].operands[0])
+        is_own = value.size == 1 or not _is_computed(self.casts[value].operands[0])
         if not is_own and not self.is_asked(node) and self._home(stream.node) != self._home(node):
             stream.widened.append(node)
 
@@ -187,7 +201,7 @@ class Streams:
         if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
             stream = leaks[0]
         else:
-            met = [*wide, *other]
+            met = [*wide, *other] or [v for v in cast if not self._is_silent(v, node)]
             stream = self._start("product", node, met[0] if len(met) == 1 else None)
         is_half = any(value.is_low for value in node.operands[:2])
         is_half |= stream.node is not node or (bool(cast) and not self.is_written(node))
@@ -203,16 +217,25 @@ class Streams:
         stream = self._of[value].whole if value in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
-    def origin(self, value: Value | None) -> Node | None:
-        """Returns the node that made the earliest wide value before a value; None if none did."""
-        node = None if value is None or not _is_computed(value) else value.node
-        while node is not None and node.results[0] not in self._of:
-            wide = (v.node for v in node.first_operands if v.is_wide and v.node is not None)
-            earlier = next(wide, None)
-            if earlier is None:
-                return node
-            node = earlier
-        return None if node is None else self._of[node.results[0]].whole.node
+    def is_of_autocast(self, stream: Stream) -> bool:
+        """Whether autocast chose float32 for the operation at which a stream starts, as a norm."""
+        reader = next(iter(stream.node.results[0].readers), stream.node)
+        is_silent = stream.node.name == CAST and user_call(reader) == user_call(stream.node)
+        return self._graph.program.uses_autocast and is_silent and not reader.is_structure
+
+    def origin(self, value: Value) -> tuple[Value, Node | None]:
+        """Returns the first wide value before a wide one, and the node that made or first read it.
+
+        It is the start of a stream, an argument, an array that is closed over, or made of integers.
+        """
+        node: Node | None = None
+        while value not in self._of and value.node is not None:
+            node = value.node
+            wide = [v for v in node.first_operands if v.is_wide and v.kind != "literal"]
+            if not wide:
+                break
+            value = next((v for v in wide if v.node is not None), wide[0])
+        return value, self._of[value].node if value in self._of else node
 
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
@@ -233,11 +256,11 @@ class Streams:
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether JAX, not the user, cast a value as a part of an operation."""
-        return user_call(self._casts[value]) == user_call(node)
+        return user_call(self.casts[value]) == user_call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
-        cast = [value for value in node.operands if value in self._casts]
+        cast = [value for value in node.operands if value in self.casts]
         return any(not self._is_silent(value, node) for value in cast)
 
     def _home(self, node: Node) -> tuple[str, str]:
@@ -306,9 +329,10 @@ class Remedies:
             yield from (f"op.{name}: {short}" for name in loops if name in ("scan", "while"))
 
     def wider(self, nodes: list[Node]) -> Iterator[str]:
-        """Yields rules that compute in float32: of modules and scopes."""
-        for scope in dict.fromkeys(node.scope for node in nodes):
-            yield from self._widened(scope)
+        """Yields rules that compute in float32: of classes of several modules, modules, scopes."""
+        scopes = dict.fromkeys(node.scope for node in nodes)
+        counts = Counter(rule for scope in scopes for rule in dict.fromkeys(self._widened(scope)))
+        yield from sorted(counts, key=lambda rule: -counts[rule])
 
     def wider_operations(self, nodes: list[Node]) -> Iterator[str]:
         """Yields the rules of `wider`, and under autocast those of operations."""
@@ -394,6 +418,7 @@ class AuditedStep:
     def __init__(self, graph: Graph, platform: str | None) -> None:
         self.graph, self.platform, self.streams = graph, platform, Streams(graph)
         self.explained: set[Node] = set()
+        self._first: dict[tuple[str, type, str], Key] = {}
 
     def key(self, node: Node) -> Key:
         """Returns where a node is: the same for a forward product and its backward ones."""
@@ -415,6 +440,10 @@ class AuditedStep:
             **sizes: `flops`, `nbytes`, and `count` unless it is how often the node runs.
         """
         path, place = self.key(node)
+        if node.module and not node.is_product and writer_of(node.eqn) in FRAMEWORKS:
+            # Equal findings in the code of one class, as in its norms, are one: at the first.
+            key = kind.name, node.module.cls, message
+            path, place = self._first.setdefault(key, (path, place))
         sizes = {"count": node.times, **sizes}
         finding = Finding(kind.name, severity, message, place, path, "", advice, **sizes)
         return UntriedFinding(kind, finding, [node], rules)

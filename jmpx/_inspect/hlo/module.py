@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jmpx._jaxprs.equations import Place, is_of_library
+from jmpx._jaxprs.equations import Place, library_of
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")
@@ -134,7 +134,7 @@ class Module:
             calls = iter([(found["source_file"], int(found["source_line"]), "")])
         else:
             calls = self._calls(int(found.get("stack_frame_id", 0)))
-        return next((Place(*each) for each in calls if not is_of_library(each[0])), None)
+        return next((Place(*each) for each in calls if not library_of(each[0])), None)
 
     def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:
         """Yields the files, lines and functions of a stack, the innermost first."""
