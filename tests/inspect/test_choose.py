@@ -120,21 +120,29 @@ def test_a_metric_of_the_user(rng):
     assert choice.chosen.error <= 2e-3
 
 
-def test_where_the_policy_overflows_rules_are_found_and_it_is_told(rng):
+def test_a_policy_that_overflows_first_gets_the_rules_that_mend_it(rng):
     def loss_fn(w, x):
         with jax.named_scope("first"):
             h = jnp.tanh(x @ w)
         with jax.named_scope("big"):  # sums beyond 65504
             h = ((6e4 * h) @ w) / 6e4
-        with jax.named_scope("last"):
-            h = jnp.tanh(h @ w)
+        with jax.named_scope("large"):
+            h = ((6e3 * h) @ w) / 6e3
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    policy = "by=operations,c=f16,save=products"
-    choice = choose(loss_fn, policy, error=0.1)(*drawn(rng)[:2])
-    assert "; */big: full" in choice.policy
+    choice = choose(loss_fn, "by=operations,c=f16", error=0.1)(*drawn(rng)[:2])
+    first, second = choice.left_out
+    assert (first.policy, first.mark) == ("by=operations,c=f16", "not finite")
+    assert second.policy == f"{first.policy}; */big: f32"
+    for each, rule in ((first, "*/big: f32"), (second, "*/large: f32")):
+        assert each.why.startswith("the gradients are not finite, first by ")
+        assert each.why.endswith(f" (loss_fn); first_nonfinite adds '{rule}'")
+    assert "; */big: f32; */large: f32" in choice.policy
     assert all(np.isfinite(row.error) for row in choice.rows)
-    assert choice.notes[0] == f"{policy}: left out, as the gradients are not finite."
+    text = str(choice)
+    assert "nan" not in text.lower().replace("not finite", "") and " inf " not in text
+    assert f"{first.policy}: left out, as {first.why}." in text
+    assert any(line.split() == ["not", "finite", first.policy] for line in text.splitlines())
 
 
 class Shifted(eqx.Module):
@@ -147,22 +155,44 @@ class Shifted(eqx.Module):
 class Recurrent(eqx.Module):
     cell: Shifted
     head: eqx.nn.Linear
+    fails: str
 
     def __call__(self, x):
-        return self.head(jax.lax.scan(lambda h, x: (self.cell(h + x), None), x[0], x)[0])
+        def step(h, x):
+            new = self.cell(h + x)
+            if new.dtype != h.dtype and self.fails == "trace":
+                raise KeyError("no kernel for these\nbut for others")
+            if new.dtype != h.dtype and self.fails == "run":
+                aval = jax.ShapeDtypeStruct(h.shape, h.dtype)
+                new = jax.pure_callback(lambda h: 1 / 0, aval, jax.lax.stop_gradient(new))
+            return new, None
+
+        return self.head(jax.lax.scan(step, x[0], x)[0])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("error", [1e-4, 3e-2])
-def test_a_string_that_breaks_the_carry_of_a_scan_is_left_out(error, rng):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("error", "fails", "why"),
+    [
+        (1e-4, "trace", "'no kernel for these\\nbut for others'"),
+        (1e-4, "", "scan body function carry input and carry output must have equal types"),
+        (1e-4, "run", "INTERNAL: CpuCallback error"),
+        (3e-2, "", ""),
+    ],
+)
+def test_a_string_that_is_refused_is_a_row_and_the_search_goes_on(error, fails, why, rng):
     first, head = (eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(jax.random.key(0)))
-    model = Recurrent(Shifted(first), head)
+    model = Recurrent(Shifted(first), head, fails)
     loss = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
     batches = [(model, normal(rng, 5, 4)) for _ in range(6)]
     choice = choose(loss, "by=modules,c=bf16", error=error)(*batches)
     rule, chosen = "by=modules,c=bf16; */cell: ", "by=modules,c=bf16,save=products; */cell: full"
-    notes = [n for n in choice.notes if n.startswith(rule) and "o=f32: left out, as it" in n]
-    assert (choice.policy, len(notes)) == (("by=modules,f32", 1), (chosen, 0))[error > 1e-2]
+    refused = [each for each in choice.left_out if each.mark == "refused"]
+    assert (choice.policy, len(refused)) == (("by=modules,f32", 1), (chosen, 0))[error > 1e-2]
+    for each in refused:
+        assert each.policy.startswith(rule) and each.policy.endswith("o=f32")
+        assert each.why.startswith("it is refused: ") and why in each.why, each.why
+        assert f"{each.policy}: left out, as {each.why}." in str(choice)
 
 
 def a_larger_step(policy):
@@ -190,7 +220,12 @@ def test_what_no_rule_can_hold_is_float32(rng):
     loss, (params, x) = planted("haiku", jnp.tanh, None, rows=8)
     params = drawn_model(params, rng)
     batches = [(params, normal(rng, *x.shape)) for _ in range(2)]
-    assert choose(loss, "by=modules,c=bf16", error=1e-7)(*batches).policy == "by=modules,f32"
+    choice = choose(loss, "by=modules,c=bf16", error=1e-7)(*batches)
+    assert choice.policy == "by=modules,f32"
+    why = "by=modules,f32 is chosen, as no cheaper string holds 1e-07: "
+    assert choice.notes[0].startswith(why)
+    for row in choice.rows[:-1]:
+        assert f"{row.policy!r} is off by {row.error:.1e}" in choice.notes[0]
 
 
 @pytest.mark.thorough
@@ -217,6 +252,18 @@ def test_float32_that_misses_the_bound(rng):
         batches = drawn(rng)
         with pytest.raises(ValueError, match=r"where float32 itself is off by \d"):
             choose(loss_of_scopes, POLICY, error=1e-9)(*batches)
+
+
+def test_float32_that_is_not_finite(rng):
+    with pytest.raises(ValueError, match="finite in float32, got NaN or infinity, first by exp"):
+        choose(lambda w, x: jnp.exp(1e3 + w @ x).sum(), POLICY, error=0.1)(*drawn(rng)[:1])
+
+
+@pytest.mark.parametrize("tool", [choose, jmpx.inspect.blame])
+def test_batches_in_place_of_the_function(tool, rng):
+    options = {"error": 0.1} if tool is choose else {}
+    with pytest.raises(TypeError, match=r"got one of type list: pass the function first"):
+        tool(drawn(rng), **options)
 
 
 # The command line

@@ -240,7 +240,7 @@ def blame(
     """
     if by is not None and by not in WAYS:
         raise ValueError(f"Expected by= to be one of {', '.join(WAYS)}, got {describe(by)}.")
-    check_kind(of)
+    check_blamed(func, of)
 
     def call(*batches: tuple[PyTree, ...]) -> Blame:
         program, runs = blamed_runs(func, policy, batches, with_gradient=of == "gradients")
@@ -260,8 +260,13 @@ def blame(
     return call
 
 
-def check_kind(of: object) -> None:
-    """Refuses an `of=` that is not one of the words."""
+def check_blamed(func: object, of: object) -> None:
+    """Refuses what is no function, such as batches, and an `of=` that is not one of the words."""
+    if not callable(func):
+        raise TypeError(
+            f"Expected a loss or another function, got one of type {type(func).__name__}: pass the "
+            "function first, and the batches to the function that is returned."
+        )
     if of not in _KINDS:
         raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
 

@@ -323,9 +323,12 @@ class Replay:
         """Returns the first rule under which all results are finite.
 
         Else it is the first one under which another operation is found; empty if there is none.
+        A rule for all operations of a name is no better than one that mends a module or a scope.
         """
         moving = ""
         for rule in rules:
+            if moving and rule.startswith("op."):
+                break
             try:
                 program = self.program.with_rules(parse_rule(rule))
             except (AssertionError, TypeError, ValueError):  # as of a loop whose carry would change
