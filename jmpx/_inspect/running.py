@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -71,19 +72,22 @@ def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None) -> Iterator[Advance]:
+def progress(what: str, total: int | None, delay: float = 2) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
-    The bar shows after two seconds, if tqdm is installed.
+    The bar shows once it advances after `delay` seconds, if tqdm is installed. Without a delay it
+    shows at once, as before a long compile; without tqdm, it is a line on the standard error.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
     if tqdm is None:  # not in the handler: tracebacks of the report would show the ImportError
+        if not delay:
+            print(f"{what} ...", file=sys.stderr, flush=True)
         yield lambda: None
         return
-    with tqdm(desc=what, total=total, leave=False, delay=2) as bar:
+    with tqdm(desc=what, total=total, leave=False, delay=delay) as bar:
         yield bar.update
 
 

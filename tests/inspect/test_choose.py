@@ -1,6 +1,7 @@
 """`choose`: its strings against runs as written; its report, and its command."""
 
 import json
+import sys
 
 import equinox as eqx
 import jax
@@ -264,6 +265,22 @@ def test_batches_in_place_of_the_function(tool, rng):
     options = {"error": 0.1} if tool is choose else {}
     with pytest.raises(TypeError, match=r"got one of type list: pass the function first"):
         tool(drawn(rng), **options)
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_before_the_first_compile_it_says_what_is_compiled(has_bar, rng, monkeypatch, capsys):
+    if not has_bar:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    shown = []
+
+    def loss_fn(w, x):
+        shown.append(capsys.readouterr().err)
+        return jnp.mean((x @ w) ** 2)
+
+    choose(loss_fn, POLICY, error=0.5)(*drawn(rng)[:1])
+    assert shown[0].strip().startswith("compiling and running loss_fn in float32")
+    rest = "".join([*shown[1:], capsys.readouterr().err])
+    assert f"compiling {POLICY!r}, then sets of rules tried" in rest
 
 
 # The command line

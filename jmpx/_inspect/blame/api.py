@@ -16,7 +16,14 @@ from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
-from jmpx._inspect.running import CompileCache, nodes_by_key, progress, relative_error, with_arrays
+from jmpx._inspect.running import (
+    Advance,
+    CompileCache,
+    nodes_by_key,
+    progress,
+    relative_error,
+    with_arrays,
+)
 from jmpx._inspect.text import columns, error_text, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._scales.strings import MixedPrecisionLike
@@ -287,12 +294,11 @@ def blamed_runs(
                 "(params, x), (params, x2)."
             )
     applied = func if policy is None else apply_policy(func, policy)
-    program = traced_program(applied, batches[0], None, with_gradient, RUN)
-    # The exact results need a trace of their own: constants traced in 16 bits are rounded already.
-    exact = (
-        program if policy is None else traced_program(func, batches[0], None, with_gradient, RUN)
-    )
-    runs = runs_of(program, _exact(func, exact, batches, with_gradient))
+    with progress(f"compiling and running {name_of(func)} in float32", len(batches), 0) as done:
+        exact = program = traced_program(applied, batches[0], None, with_gradient, RUN)
+        if policy is not None:  # constants that were traced in 16 bits are rounded already
+            exact = traced_program(func, batches[0], None, with_gradient, RUN)
+        runs = runs_of(program, _exact(func, exact, batches, with_gradient, done))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
         fewer = "16 bits" if runs.points.wide == np.float32 else "less than float64"
@@ -314,7 +320,9 @@ def runs_of(
     return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
 
 
-def _exact(func: Function, program: Program, batches: Batches, with_gradient: bool) -> list[Batch]:
+def _exact(
+    func: Function, program: Program, batches: Batches, with_gradient: bool, done: Advance
+) -> list[Batch]:
     """Returns the arrays of batches, and the results of a function on them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
     compiled = CompileCache(program.jaxpr)
@@ -333,6 +341,7 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
         if not all(np.isfinite(array).all() for array in kept):
             raise ValueError(_nonfinite(func, batch, "float32"))
         found.append(Batch(each.arrays, kept))
+        done()
     return found
 
 
