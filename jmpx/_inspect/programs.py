@@ -4,6 +4,7 @@ A loss is differentiated in its first argument; a step computes its own gradient
 loss if it returns a floating scalar and its equations hold no backward pass.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
-from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
+from jmpx._base.contexts import INSPECTED, RUN, SHOWN, fact_set
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
@@ -101,6 +102,21 @@ def traced_program(
         # part of the module that it closes over, as `eqx.combine` would.
         pass
     return _traced_program(call._replace(marks_objects=False), is_loss)
+
+
+def traced_gradient(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], purpose: str = RUN
+) -> Program:
+    """Traces a function that may be a loss, also if it holds derivatives, as those of PINNs do.
+
+    It is one if it returns a floating scalar alone, and has a gradient.
+    """
+    program = traced_program(fn, args, purpose=purpose)
+    results = [(a.shape, jnp.issubdtype(a.dtype, jnp.floating)) for a in program.jaxpr.out_avals]
+    if not program.is_differentiated and results == [((), True)]:
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):  # as of while loops
+            return _traced_program(program.call, True)
+    return program
 
 
 def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Program:

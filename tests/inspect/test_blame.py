@@ -100,6 +100,23 @@ def test_the_error_is_that_against_float32_without_the_policy(rng):
     assert np.isclose(report.error, expected, rtol=1e-3)
 
 
+def test_a_loss_of_derivatives_is_differentiated_and_a_step_is_not(rng):
+    def loss_fn(w, x):
+        slope = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ w).sum()))(x)
+        return jnp.mean(slope.astype(jnp.float32) ** 2)
+
+    batch = tuple(normal(rng, 2, 8, 8))
+    report = blame(loss_fn, POLICY)(batch)
+    assert report.title.startswith("the gradients of loss_fn")
+    gradient = jax.grad(jmpx.apply_policy(loss_fn, POLICY))
+    written = jax.jit(jmpx.inspect.emulate(gradient))(*batch)
+    exact = jax.jit(jax.grad(loss_fn))(*batch)
+    expected = np.linalg.norm(written - exact) / np.linalg.norm(exact)
+    assert np.isclose(report.error, expected, rtol=1e-2)
+    step = lambda w, x: (loss_fn(w, x), w - jax.grad(loss_fn)(w, x))  # noqa: E731
+    assert blame(step, POLICY)(batch).title.startswith("the results of")
+
+
 def test_the_report(rng, tmp_path):
     batches, run = drawn(rng, 8, 12), blame(loss_of(residual), POLICY)
     report = run(*batches)

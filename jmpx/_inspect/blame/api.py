@@ -12,9 +12,9 @@ from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
-from jmpx._inspect.first_nonfinite.api import first_nonfinite
+from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node
-from jmpx._inspect.programs import Program, name_of, traced_program
+from jmpx._inspect.programs import Program, name_of, traced_gradient, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import (
     Advance,
@@ -257,7 +257,7 @@ def blame(
         with progress("groups measured", min(len(groups), MOST)) as done:
             found = costs(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
-            raise ValueError(_nonfinite(program.call.fn, batches[0], "16 bits"))
+            raise ValueError(_nonfinite(program, "16 bits"))
         rows = _rows(graph, runs.points, groups, found)
         size = sum(array.size for array in runs.batches[0].exact)
         kind = "gradients" if program.is_differentiated else "results"
@@ -295,9 +295,9 @@ def blamed_runs(
             )
     applied = func if policy is None else apply_policy(func, policy)
     with progress(f"compiling and running {name_of(func)} in float32", len(batches), 0) as done:
-        exact = program = traced_program(applied, batches[0], None, with_gradient, RUN)
+        exact = program = traced(applied, batches[0], with_gradient)
         if policy is not None:  # constants that were traced in 16 bits are rounded already
-            exact = traced_program(func, batches[0], None, with_gradient, RUN)
+            exact = traced(func, batches[0], with_gradient)
         runs = runs_of(program, _exact(func, exact, batches, with_gradient, done))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
@@ -307,6 +307,15 @@ def blamed_runs(
             "a policy such as 'c=bf16'."
         )
     return program, runs
+
+
+def traced(
+    func: Function, batch: tuple[PyTree, ...], with_gradient: bool, purpose: str = RUN
+) -> Program:
+    """Traces a function, with its gradient if it is a loss whose gradients count."""
+    if with_gradient:
+        return traced_gradient(func, batch, purpose)
+    return traced_program(func, batch, None, False, purpose)
 
 
 def runs_of(
@@ -329,7 +338,7 @@ def _exact(
     wide = lambda constant, arrays: points.charged(constant, arrays, {}, {})  # noqa: E731
     found = list[Batch]()
     for number, batch in enumerate(batches):
-        each = traced_program(func, batch, None, with_gradient, RUN) if number else program
+        each = traced(func, batch, with_gradient) if number else program
         each = with_arrays(each, "jmpx.inspect.blame")
         if each.jaxpr.in_avals != program.jaxpr.in_avals:
             raise ValueError(
@@ -339,18 +348,18 @@ def _exact(
         results = compiled.run(wide, (list(each.arrays),), "float32")
         kept = [np.asarray(results[index]) for index in outputs]
         if not all(np.isfinite(array).all() for array in kept):
-            raise ValueError(_nonfinite(func, batch, "float32"))
+            raise ValueError(_nonfinite(each, "float32"))
         found.append(Batch(each.arrays, kept))
         done()
     return found
 
 
-def _nonfinite(func: Function, batch: tuple[PyTree, ...], precision: str) -> str:
+def _nonfinite(program: Program, precision: str) -> str:
     """Returns the error message about results that are not finite, with their first cause."""
-    first = first_nonfinite(func)(*batch)
+    first = found_in(program)
     by = f", first by {first.operation} at {first.place or 'no known line'}" if first else ""
     return (
-        f"Expected results of {name_of(func)} that are finite in {precision}, got NaN or "
+        f"Expected results of {program.name} that are finite in {precision}, got NaN or "
         f"infinity{by}: print jmpx.inspect.first_nonfinite(...) for where it came from."
     )
 

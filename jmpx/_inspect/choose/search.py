@@ -16,11 +16,11 @@ from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
-from jmpx._inspect.blame.api import nodes_of, runs_of
+from jmpx._inspect.blame.api import nodes_of, runs_of, traced
 from jmpx._inspect.blame.runs import Runs, costs, size_of
-from jmpx._inspect.first_nonfinite.api import first_nonfinite
+from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
-from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.programs import Program
 from jmpx._inspect.running import Advance, relative_error
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import module_of
@@ -368,8 +368,7 @@ class Strings:
             # The trace under the user's policy has given each warning. Others would concern only
             # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
-            is_differentiated = self.program.is_differentiated
-            return traced_program(applied, self.batches[0], None, is_differentiated, purpose)
+            return traced(applied, self.batches[0], self.program.is_differentiated, purpose)
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
@@ -383,8 +382,9 @@ class Strings:
         """Returns the strings with rules of `first_nonfinite` in the given one, if it overflows."""
         if math.isfinite(self.error(self.given)) or len(self.errors) > _MENDED:
             return self
-        find = first_nonfinite(apply_policy(self.func, self.given))
-        found = next(filter(None, (find(*batch) for batch in self.batches)), None)
+        func, is_loss = apply_policy(self.func, self.given), self.program.is_differentiated
+        programs = (traced(func, batch, is_loss) for batch in self.batches)
+        found = next(filter(None, map(found_in, programs)), None)
         if found is None or self.left_out[self.given].mark == _REFUSED:
             return self
         why = f"the {self.what} are not finite, first by {found.operation} at {found.place}"

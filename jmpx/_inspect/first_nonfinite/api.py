@@ -73,12 +73,16 @@ def first_nonfinite(
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        program = traced_program(fn, args, kwargs, purpose=RUN)
-        program = with_arrays(program, "jmpx.inspect.first_nonfinite")
-        with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
-            return Replay(program).find()
+        return found_in(traced_program(fn, args, kwargs, purpose=RUN))
 
     return run
+
+
+def found_in(program: Program) -> FirstNonfinite | None:
+    """Returns what `first_nonfinite` finds in a program."""
+    program = with_arrays(program, "jmpx.inspect.first_nonfinite")
+    with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
+        return Replay(program).find()
 
 
 # --- Why an operation makes an infinity or a NaN ---
