@@ -91,10 +91,53 @@ def test_rules_that_were_given_stay(rng):
     assert choice.policy.endswith("; */encoder: full; */distance: full")
 
 
+LINES = """
+import jax, jax.numpy as jnp
+
+def distance(h, w):
+    far = h @ w + 64
+    return jnp.where(far > 99, far - 64, far - 64)
+
+def loss_fn(w, x):
+    h = jnp.tanh(x @ w)
+    h = HOW
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+"""
+
+
+def loss_in(source, file):
+    names = {}
+    exec(compile(source, file, "exec"), names)
+    return names["loss_fn"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "jax.lax.scan(lambda h, w: (distance(h, w), None), h, w[None])[0]",
+        "distance(h, w)",
+        "jax.jit(distance)(h, w)",
+    ],
+)
+def test_lines_are_parts_where_there_are_no_scopes(how, rng):
+    source, batches = LINES.replace("HOW", how), drawn(rng)
+    choice = choose(loss_in(source, "plain.py"), POLICY, error=0.02)(*batches)
+    assert choice.chosen and choice.policy.endswith("; */distance_5: full")
+    with_scope = 'with jax.named_scope("distance_5"):'
+    assert "plain.py:5 (distance), " in choice.notes[0] and f"`{with_scope}`" in choice.notes[0]
+    lines = source.splitlines()
+    lines[4:5] = [f"    {with_scope}", f"    {lines[4]}"]
+    edited = loss_in("\n".join(lines), "edited.py")
+    error = jmpx.inspect.blame(edited, choice.policy)(*batches).error
+    assert choice.chosen.error == pytest.approx(error, rel=1e-3)
+
+
 @pytest.mark.thorough
-def test_operations_are_islands_where_there_are_no_scopes(rng):
+def test_operations_are_islands_outside_of_scopes(rng):
     def loss_fn(w, x):
-        h = x @ w
+        with jax.named_scope("encoder"):
+            h = x @ w
         return jnp.mean((1e4 * (jnp.sqrt(1 + 1e-4 * h * h) - 1)).astype(jnp.float32) ** 2)
 
     choice = choose(loss_fn, POLICY, error=0.02)(*drawn(rng))

@@ -178,10 +178,11 @@ def choose(
     """Finds the policy string with the fewest parts in float32 that keeps the error within a bound.
 
     Modules and scopes are ordered by the cost of their roundings (see `jmpx.inspect.blame`), then
-    the operations outside of them. One compiled program, which rounds as a mask says, tries sets of
-    them. A part is taken if it lowers the error by more than batches differ by chance. At most
-    ten strings are then run and compiled as written, so no number in the report is an
-    estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`. Strings
+    the operations outside of them. Without modules and scopes, lines of code take their place, and
+    the notes say which `jax.named_scope` to write. One compiled program, which rounds as a mask
+    says, tries sets of them. A part is taken if it lowers the error by more than batches differ by
+    chance. At most ten strings are then run and compiled as written, so no number in the report is
+    an estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`. Strings
     that overflow or are refused have rows that say so.
 
     For a chip that multiplies in 8 bits, the widest layers are tried with `m=fp8`, too, where that
@@ -249,9 +250,8 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
-        runs = dataclasses.replace(runs, measure=measure)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
-        strings = Strings(func, batches, program, runs, base, given, what)
+        strings = Strings(func, batches, program, runs, base, given, what).with_measure(measure)
         with progress(f"compiling {given!r}, then sets of rules tried", None, 0) as done:
             strings = strings.without_overflow()
             strings.find(bound, seed, done)
@@ -262,7 +262,8 @@ def choose(
         planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
         title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
         left_out = [*strings.left_out.values(), *_without_a_row(planned.rows, strings, rows)]
-        notes = () if planned_for else planned.notes
+        shown = [each.policy for each in (*rows, *left_out)]
+        notes = (*strings.edits(shown), *(() if planned_for else planned.notes))
         choice = Choice(title, bound, len(batches), planned_for, rows, tuple(left_out), notes)
         if choice.chosen is None or choice.chosen.policy != strings.wide:
             return choice
@@ -303,7 +304,7 @@ def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
             rows.append(Tried(row.policy, error, memory, _low(row), row.fits))
     # Rules that put all products into float32 make a string that is float32 in many words. With
     # small batches it may need the least memory, because no parameter has a copy in 16 bits.
-    products = any(row.low for row in rows)
+    products = any(row.products for row in planned)
     kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
     return (*front(kept), *(row for row in rows if row.policy == strings.wide))
 

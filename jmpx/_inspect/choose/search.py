@@ -5,19 +5,21 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
+from jmpx._autocast.rules import PRODUCTS
 from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
 from jmpx._inspect.blame.api import nodes_of, runs_of, traced
-from jmpx._inspect.blame.runs import Runs, costs, size_of
+from jmpx._inspect.blame.lines import Lines
+from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
 from jmpx._inspect.programs import Program
@@ -378,6 +380,28 @@ class Strings:
         step.__name__ = self.program.name
         return step, tuple(shapes)
 
+    def with_measure(self, measure: Measure) -> "Strings":
+        """Returns the strings with another measure; without scopes, lines are scopes."""
+        func, program = self.func, self.program
+        if self.base.way == "operations" and not any(node.path for node in Graph(program).nodes):
+            func = Lines(func)
+            program = traced(
+                apply_policy(func, self.base), self.batches[0], program.is_differentiated
+            )
+        runs = runs_of(program, self.runs.batches, measure)
+        return dataclasses.replace(self, func=func, program=program, runs=runs)
+
+    def edits(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yields sentences about the lines that rules of some strings select."""
+        places = self.func.places if isinstance(self.func, Lines) else {}
+        rules = {rule for text in texts for rule in get_policy_map(text).rules}
+        for name, place in places.items():
+            if any(rule.matches_scope(name) for rule in rules):
+                yield (
+                    f"{name}: the line {place}, which rules select once it is written in `with "
+                    f'jax.named_scope("{name}"):`.'
+                )
+
     def without_overflow(self) -> "Strings":
         """Returns the strings with rules of `first_nonfinite` in the given one, if it overflows."""
         if math.isfinite(self.error(self.given)) or len(self.errors) > _MENDED:
@@ -389,7 +413,9 @@ class Strings:
             return self
         why = f"the {self.what} are not finite, first by {found.operation} at {found.place}"
         text = f"{self.given}; {found.rule}"
-        program = self._tried(text) if ": " in found.rule else None  # no loss scale
+        part, colon, _ = found.rule.partition(": ")  # there is none in a loss scale
+        is_narrow = colon and part.removeprefix("op.") not in PRODUCTS  # else no product is left
+        program = self._tried(text) if is_narrow else None
         why += f"; first_nonfinite adds {found.rule!r}" if program else ""
         self.left_out[self.given] = LeftOut(self.given, "not finite", why)
         if program is None:
