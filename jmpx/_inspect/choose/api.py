@@ -182,8 +182,8 @@ def choose(
     the notes say which `jax.named_scope` to write. One compiled program, which rounds as a mask
     says, tries sets of them. A part is taken if it lowers the error by more than batches differ by
     chance. At most ten strings are then run and compiled as written, so no number in the report is
-    an estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`. Strings
-    that overflow or are refused have rows that say so.
+    an estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`.
+    Strings that overflow or are refused have rows that say so.
 
     For a chip that multiplies in 8 bits, the widest layers are tried with `m=fp8`, too, where that
     holds the bound. Such a string is chosen if it needs less memory; nothing here says how fast it

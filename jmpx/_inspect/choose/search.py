@@ -36,8 +36,6 @@ _TRIED = 8  # how many islands are tried, those with the largest shares, to take
 _MARGIN = 0.02  # the least part of the squared error that an island removes
 _TINY = 1e-30  # stands for a squared error of 0
 _WIDEST = 4  # how many layers, or groups of layers that are alike, are tried in 8 bits
-_MENDED = 4  # how many rules of `first_nonfinite` a string gets
-_REFUSED = "refused"
 _AGAIN = 2  # how many more searches, with a tighter bound, if a string is worse than its mask
 _SETS = 4  # strings with none to all of the rules; with float32 and others, at most ten
 
@@ -362,15 +360,18 @@ class Strings:
 
     def _refuse(self, text: str, error: Exception) -> None:
         first = next(iter(str(error).splitlines()), "").rstrip(".:") or type(error).__name__
-        self.left_out[text] = LeftOut(text, _REFUSED, f"it is refused: {first}")
+        self.left_out[text] = LeftOut(text, "refused", f"it is refused: {first}")
 
-    def _traced(self, text: str, purpose: str = RUN) -> Program:
+    def _traced(
+        self, text: str, purpose: str = RUN, batch: tuple[PyTree, ...] | None = None
+    ) -> Program:
         applied = apply_policy(self.func, text)
         with warnings.catch_warnings():
             # The trace under the user's policy has given each warning. Others would concern only
             # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
-            return traced(applied, self.batches[0], self.program.is_differentiated, purpose)
+            batch = self.batches[0] if batch is None else batch
+            return traced(applied, batch, self.program.is_differentiated, purpose)
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
@@ -381,15 +382,17 @@ class Strings:
         return step, tuple(shapes)
 
     def with_measure(self, measure: Measure) -> "Strings":
-        """Returns the strings with another measure; without scopes, lines are scopes."""
-        func, program = self.func, self.program
-        if self.base.way == "operations" and not any(node.path for node in Graph(program).nodes):
+        """Returns the strings with a measure, and with the program of the given one.
+
+        In a program without scopes, lines are scopes.
+        """
+        func, names = self.func, (node.path for node in Graph(self.program).nodes)
+        if self.base.way == "operations" and not any(names):
             func = Lines(func)
-            program = traced(
-                apply_policy(func, self.base), self.batches[0], program.is_differentiated
-            )
+        strings = dataclasses.replace(self, func=func)
+        program = strings._traced(self.given)
         runs = runs_of(program, self.runs.batches, measure)
-        return dataclasses.replace(self, func=func, program=program, runs=runs)
+        return dataclasses.replace(strings, program=program, runs=runs)
 
     def edits(self, texts: Iterable[str]) -> Iterator[str]:
         """Yields sentences about the lines that rules of some strings select."""
@@ -404,25 +407,23 @@ class Strings:
 
     def without_overflow(self) -> "Strings":
         """Returns the strings with rules of `first_nonfinite` in the given one, if it overflows."""
-        if math.isfinite(self.error(self.given)) or len(self.errors) > _MENDED:
+        if math.isfinite(self.error(self.given)):
             return self
-        func, is_loss = apply_policy(self.func, self.given), self.program.is_differentiated
-        programs = (traced(func, batch, is_loss) for batch in self.batches)
+        programs = (self._traced(self.given, batch=batch) for batch in self.batches)
         found = next(filter(None, map(found_in, programs)), None)
-        if found is None or self.left_out[self.given].mark == _REFUSED:
+        if found is None:
             return self
         why = f"the {self.what} are not finite, first by {found.operation} at {found.place}"
         text = f"{self.given}; {found.rule}"
         part, colon, _ = found.rule.partition(": ")  # there is none in a loss scale
-        is_narrow = colon and part.removeprefix("op.") not in PRODUCTS  # else no product is left
-        program = self._tried(text) if is_narrow else None
-        why += f"; first_nonfinite adds {found.rule!r}" if program else ""
-        self.left_out[self.given] = LeftOut(self.given, "not finite", why)
-        if program is None:
+        is_new = colon and found.rule not in self.given
+        if not is_new or part.removeprefix("op.") in PRODUCTS or self.fails(text):
+            self.left_out[self.given] = LeftOut(self.given, "not finite", why)
             return self
-        base, runs = get_policy_map(text), runs_of(program, self.runs.batches, self.runs.measure)
-        mended = dataclasses.replace(self, program=program, runs=runs, base=base, given=text)
-        return mended.without_overflow()
+        why += f"; first_nonfinite adds {found.rule!r}"
+        self.left_out[self.given] = LeftOut(self.given, "not finite", why)
+        mended = dataclasses.replace(self, base=get_policy_map(text), given=text)
+        return mended.with_measure(self.runs.measure).without_overflow()
 
     def find(self, bound: float, seed: int, done: Advance) -> None:
         """Measures float32, the string without a rule, with a few, and with all that are needed."""
@@ -467,8 +468,6 @@ class Strings:
         while self.fails(self._with_rules(search.selectors(chosen))):
             alone = {number: self._with_rules(search.selectors([number])) for number in chosen}
             search.leave_out([n for n, text in alone.items() if self.fails(text)] or chosen)
-            for text in filter(self.left_out.__contains__, alone.values()):
-                self.error(text)  # so that a note names it
             chosen = search.find(bound)
         selectors = search.selectors(chosen)
         for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
