@@ -1,6 +1,8 @@
 """The public function `jmpx.inspect.blame(func, policy)(*batches)`, and its report."""
 
+import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -8,12 +10,14 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
+from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
+from jmpx._inspect.blame.lines import name_of_line
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
-from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.graph import Graph, Node, where
 from jmpx._inspect.programs import Program, name_of, traced_gradient, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import (
@@ -26,6 +30,8 @@ from jmpx._inspect.running import (
 )
 from jmpx._inspect.text import columns, error_text, short_names
 from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.marks import module_of
+from jmpx._policies.map_strings import parse_rule
 from jmpx._scales.strings import MixedPrecisionLike
 
 Function: TypeAlias = Callable[..., PyTree]
@@ -54,7 +60,8 @@ class Blamed(NamedTuple):
     place: Place | None  # the line of that operation
     size: int  # how many numbers it rounds
     is_measured: bool  # by two runs: it alone rounds, it alone does not; else it is first order
-    rule: str  # a rule of a policy map that puts the module or the scope into float32, or empty
+    rule: str  # a rule that was checked to select it, and puts it into float32; empty without one
+    edit: str = ""  # the line to write around `place`, so that the rule selects it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +167,11 @@ class Blame(Report):
     def _blocks(self) -> Iterator[str | Table]:
         over = "" if self.batches == 1 else f", over {self.batches} batches"
         yield f"Error of {self.title}: {error_text(self.error)}{over}"
-        cells = [["", "share", "error", "most of it", "line"]]
+        cells = [["", "share", "error", "most of it", "line", "rule"]]
         for row in self.rows:
             share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
             numbers = (share + "*" * row.is_measured, error_text(row.error))
-            cells.append([row.name, *numbers, row.operation, str(row.place or "")])
+            cells.append([row.name, *numbers, row.operation, str(row.place or ""), row.rule])
         yield Table(cells, (1, 2), _ROWS)
         yield "\n".join(self._notes())
 
@@ -177,6 +184,11 @@ class Blame(Report):
             yield (
                 "They do not add up, because roundings depend on each other: trust the order of "
                 "the rows, not their numbers."
+            )
+        if edited := next((row for row in self.rows if row.edit), None):
+            yield (
+                f"Rules of lines want the line in a scope of that name: {edited.rule!r} selects "
+                f"{edited.place} once it is written in `{edited.edit}`."
             )
         if self.is_scalar:
             yield (
@@ -258,7 +270,9 @@ def blame(
             found = costs(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
             raise ValueError(_nonfinite(program, "16 bits"))
-        rows = _rows(graph, runs.points, groups, found)
+        rows = _rows(graph, runs.points, groups, found, by)
+        if policy is not None and not program.mapped_by:  # by=arguments has no rules
+            rows = [row._replace(rule="", edit="") for row in rows]
         size = sum(array.size for array in runs.batches[0].exact)
         kind = "gradients" if program.is_differentiated else "results"
         title = f"the {kind} of {program.name}" + ("" if policy is None else f" under {policy}")
@@ -396,14 +410,42 @@ def nodes_of(graph: Graph, points: Points) -> list[Node]:
     return [by_key[key] for key in points.order]
 
 
-def _rows(graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs) -> list[Blamed]:
+def _rows(
+    graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs, by: str | None
+) -> list[Blamed]:
     nodes, sizes = nodes_of(graph, points), [size_of(each) for each in points.at.values()]
     rows = []
     for number, (name, sites) in enumerate(groups.items()):
         worst = nodes[max(sites, key=lambda site: (found.sites[site], sizes[site]))]
-        part, selector = float(found.parts[number]), worst.selector
+        part = float(found.parts[number])
         share = part / found.squared if found.squared else 0.0
-        size, rule = sum(sizes[site] for site in sites), selector and f"{selector}: full"
-        source = (worst.name, worst.place, size)
-        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule or ""))
+        products = sum(found.sites[site] for site in sites if nodes[site].is_product)
+        is_of_products = graph.program.uses_autocast and products > sum(found.sites[sites]) / 2
+        policy = "product=f32" if is_of_products else "full"
+        rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
+        source = (worst.name, worst.place, sum(sizes[site] for site in sites))
+        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule, edit))
     return sorted(rows, key=lambda row: -row.share)
+
+
+def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str, str]:
+    """Returns a rule that selects a node, and the line of code that it needs, or empty texts.
+
+    The rule is for the innermost scope or module, except for one that holds the whole model.
+    """
+    # A function that took no policy may be one that casts by hand.
+    by_operations = graph.program.uses_autocast or not graph.program.mapped_by
+    path, module, names, _ = where(node.scope)
+    # Of a scope in a module, Equinox's has no path: its name selects it, in each module.
+    paths = [path, f"*/{names}"] if module and names and by != "modules" else []
+    around = [*itertools.accumulate(node.scope.split("/"), "{}/{}".format)]
+    around = [each for each in around if by_operations or module_of(each) is not None]
+    for select in filter(None, (*paths, node.selector)):
+        with contextlib.suppress(ValueError):  # a name that no rule can hold
+            rule = parse_rule(text := f"{select}: {policy}")
+            if not graph.selects_all(rule) and any(matches_scope(rule, each) for each in around):
+                return text, ""
+    if node.place is None or not by_operations:
+        return "", ""
+    name = name_of_line(node.place)
+    return f"*/{name}: full", f'with jax.named_scope("{name}"):'
