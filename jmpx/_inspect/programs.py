@@ -105,15 +105,15 @@ def traced_program(
 
 
 def traced_gradient(
-    fn: Callable[..., PyTree], args: tuple[PyTree, ...], purpose: str = RUN
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    with_gradient: bool = True,
+    purpose: str = RUN,
 ) -> Program:
-    """Traces a function that may be a loss, also if it holds derivatives, as those of PINNs do.
-
-    It is one if it returns a floating scalar alone, and has a gradient.
-    """
-    program = traced_program(fn, args, purpose=purpose)
+    """As `traced_program`; a loss that holds derivatives itself is one if it returns it alone."""
+    program = traced_program(fn, args, None, with_gradient, purpose)
     results = [(a.shape, jnp.issubdtype(a.dtype, jnp.floating)) for a in program.jaxpr.out_avals]
-    if not program.is_differentiated and results == [((), True)]:
+    if with_gradient and not program.is_differentiated and results == [((), True)]:
         with contextlib.suppress(NotImplementedError, TypeError, ValueError):  # as of while loops
             return _traced_program(program.call, True)
     return program

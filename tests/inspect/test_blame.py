@@ -176,7 +176,7 @@ def test_the_rule_of_the_first_row_mends_it(func, policy, rule, edit, rng):
     if edit:
         lines = inspect.getsource(func).splitlines()
         lines[1:2] = [f"    {edit}", f"    {lines[1]}"]
-        names = {"jax": jax, "jnp": jnp}
+        names: dict = {"jax": jax, "jnp": jnp}
         exec("\n".join(lines), names)
         func = names[func.__name__]
     if rule:  # a rule that selects nothing warns

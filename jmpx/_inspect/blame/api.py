@@ -11,14 +11,13 @@ import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.value import matches_scope
-from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
 from jmpx._inspect.blame.lines import name_of_line
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, where
-from jmpx._inspect.programs import Program, name_of, traced_gradient, traced_program
+from jmpx._inspect.programs import Program, name_of, traced_gradient
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import (
     Advance,
@@ -309,9 +308,9 @@ def blamed_runs(
             )
     applied = func if policy is None else apply_policy(func, policy)
     with progress(f"compiling and running {name_of(func)} in float32", len(batches), 0) as done:
-        exact = program = traced(applied, batches[0], with_gradient)
+        exact = program = traced_gradient(applied, batches[0], with_gradient)
         if policy is not None:  # constants that were traced in 16 bits are rounded already
-            exact = traced(func, batches[0], with_gradient)
+            exact = traced_gradient(func, batches[0], with_gradient)
         runs = runs_of(program, _exact(func, exact, batches, with_gradient, done))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
@@ -321,15 +320,6 @@ def blamed_runs(
             "a policy such as 'c=bf16'."
         )
     return program, runs
-
-
-def traced(
-    func: Function, batch: tuple[PyTree, ...], with_gradient: bool, purpose: str = RUN
-) -> Program:
-    """Traces a function, with its gradient if it is a loss whose gradients count."""
-    if with_gradient:
-        return traced_gradient(func, batch, purpose)
-    return traced_program(func, batch, None, False, purpose)
 
 
 def runs_of(
@@ -352,7 +342,7 @@ def _exact(
     wide = lambda constant, arrays: points.charged(constant, arrays, {}, {})  # noqa: E731
     found = list[Batch]()
     for number, batch in enumerate(batches):
-        each = traced(func, batch, with_gradient) if number else program
+        each = traced_gradient(func, batch, with_gradient) if number else program
         each = with_arrays(each, "jmpx.inspect.blame")
         if each.jaxpr.in_avals != program.jaxpr.in_avals:
             raise ValueError(

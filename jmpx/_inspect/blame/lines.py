@@ -1,13 +1,15 @@
 """Lines of code as scopes, for programs that have none: as if each line stood in a named scope."""
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr
 from jmpx._jaxprs.equations import Place, place_of
+from jmpx._jaxprs.inner import all_equations
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 
 
@@ -17,11 +19,7 @@ def name_of_line(place: Place) -> str:
 
 
 class Lines:
-    """A function whose equations are in scopes of their lines.
-
-    Attributes:
-        places: the lines, by the names of their scopes.
-    """
+    """A function whose equations are in scopes of their lines; `places` holds these by name."""
 
     def __init__(self, func: Callable[..., PyTree]) -> None:
         functools.update_wrapper(self, func)
@@ -35,20 +33,12 @@ class Lines:
     def _named(self, jaxpr: Jaxpr, called: str) -> Jaxpr:
         def change(eqn: Equation) -> Equation:
             place, name = place_of(eqn, called), eqn.params.get("name", "")
-            if any(inner not in (None, place) for inner in _places(eqn)):
-                params = with_jaxprs(eqn.params, lambda inner: self._named(inner, name))
-                return eqn.replace(params=params)
+            held = itertools.chain(*map(all_equations, core.inner_jaxprs(eqn.params)))
+            if any(place_of(each, name) not in (None, place) for each in held):
+                return eqn.replace(params=with_jaxprs(eqn.params, lambda x: self._named(x, name)))
             if place is None:
                 return eqn
             self.places[name_of_line(place)] = place
             return core.with_scope(eqn, name_of_line(place))
 
         return with_equations(jaxpr, change)
-
-
-def _places(eqn: Equation) -> Iterator[Place | None]:
-    """Yields the lines of the equations that an equation holds."""
-    for jaxpr in core.inner_jaxprs(eqn.params):
-        for inner in jaxpr.eqns:
-            yield place_of(inner, eqn.params.get("name", ""))
-            yield from _places(inner)

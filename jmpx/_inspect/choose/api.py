@@ -313,11 +313,10 @@ def _without_a_row(
     planned: Sequence[Planned], strings: Strings, rows: Sequence[Tried]
 ) -> Iterator[LeftOut]:
     """Yields the strings that were run, but not compiled, or whose 8 bits save no memory."""
-    for row in planned:
-        if row.error:
-            mark = "does not fit" if row.fits is False else "not compiled"
-            yield LeftOut(row.policy, mark, f"its step is refused: {row.error.rstrip('.')}")
-    known = {row.policy for row in (*rows, *filter(lambda row: row.error, planned))}
+    for row in filter(lambda row: row.error, planned):
+        mark = "does not fit" if row.fits is False else "not compiled"
+        yield LeftOut(row.policy, mark, f"its step is refused: {row.error.rstrip('.')}")
+    known = {row.policy for row in (*rows, *(row for row in planned if row.error))}
     for text in sorted(strings.in_eight_bits - known - strings.left_out.keys()):
         why = f"it saves no memory, with an error of {error_text(strings.errors[text])}"
         yield LeftOut(text, "saves nothing", why)

@@ -17,12 +17,12 @@ from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
-from jmpx._inspect.blame.api import nodes_of, runs_of, traced
+from jmpx._inspect.blame.api import nodes_of, runs_of
 from jmpx._inspect.blame.lines import Lines
 from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
-from jmpx._inspect.programs import Program
+from jmpx._inspect.programs import Program, traced_gradient
 from jmpx._inspect.running import Advance, relative_error
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import module_of
@@ -371,7 +371,7 @@ class Strings:
             # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
             batch = self.batches[0] if batch is None else batch
-            return traced(applied, batch, self.program.is_differentiated, purpose)
+            return traced_gradient(applied, batch, self.program.is_differentiated, purpose)
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
