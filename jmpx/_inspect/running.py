@@ -5,6 +5,7 @@ import contextvars
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -71,24 +72,39 @@ def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
+_SHOWS_AFTER = 1.0  # seconds
+
+
 @contextlib.contextmanager
-def progress(what: str, total: int | None, delay: float = 2) -> Iterator[Advance]:
+def progress(what: str, total: int | None) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
-    The bar shows once it advances after `delay` seconds, if tqdm is installed. Without a delay it
-    shows at once, as before a long compile; without tqdm, it is a line on the standard error.
+    The bar shows after a second, also if it has not advanced, as in a long compile. Without tqdm
+    it is a line on the standard error.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
-    if tqdm is None:  # not in the handler: tracebacks of the report would show the ImportError
-        if not delay:
+    # Not in the handler: tracebacks of the report would show the ImportError.
+    bar = tqdm and tqdm(desc=what, total=total, leave=False, delay=2 * _SHOWS_AFTER)
+
+    def show() -> None:
+        if bar is None:
             print(f"{what} ...", file=sys.stderr, flush=True)
-        yield lambda: None
-        return
-    with tqdm(desc=what, total=total, leave=False, delay=delay) as bar:
-        yield bar.update
+        else:
+            bar.delay = 0  # it is there to be cleared
+            bar.refresh()
+
+    timer = threading.Timer(_SHOWS_AFTER, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield (lambda: None) if bar is None else bar.update
+    finally:
+        timer.cancel()
+        if bar is not None:
+            bar.close()
 
 
 # --- float32 in place of 16 bits ---

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from helpers import enable_x64, normal, run_jmpx
 from helpers.planted_layer import drawn_model, planted
 
 import jmpx
+from jmpx._inspect import running
 
 choose = jmpx.inspect.choose
 POLICY = "c=bf16"
@@ -314,9 +316,12 @@ def test_batches_in_place_of_the_function(tool, rng):
 def test_before_the_first_compile_it_says_what_is_compiled(has_bar, rng, monkeypatch, capsys):
     if not has_bar:
         monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(running, "_SHOWS_AFTER", 0.0)
     shown = []
 
     def loss_fn(w, x):
+        if not shown:
+            time.sleep(0.1)  # another thread writes it
         shown.append(capsys.readouterr().err)
         return jnp.mean((x @ w) ** 2)
 

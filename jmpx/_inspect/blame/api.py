@@ -307,7 +307,7 @@ def blamed_runs(
                 "(params, x), (params, x2)."
             )
     applied = func if policy is None else apply_policy(func, policy)
-    with progress(f"compiling and running {name_of(func)} in float32", len(batches), 0) as done:
+    with progress(f"compiling and running {name_of(func)} in float32", len(batches)) as done:
         exact = program = traced_gradient(applied, batches[0], with_gradient)
         if policy is not None:  # constants that were traced in 16 bits are rounded already
             exact = traced_gradient(func, batches[0], with_gradient)

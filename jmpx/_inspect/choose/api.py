@@ -252,7 +252,7 @@ def choose(
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         strings = Strings(func, batches, program, runs, base, given, what).with_measure(measure)
-        with progress(f"compiling {given!r}, then sets of rules tried", None, 0) as done:
+        with progress(f"compiling {given!r}, then sets of rules tried", None) as done:
             strings = strings.without_overflow()
             strings.find(bound, seed, done)
             if chip is not None and "fp8" in get_chip(chip).formats:
