@@ -150,9 +150,18 @@ def in_lines(w, x):
     return jnp.mean(x**2)
 
 
+def doubled(x):
+    return 2 * x
+
+
+def in_calling_line(w, x):  # a scope around the line would hold the function that it calls
+    return jnp.mean(doubled((jnp.tanh(x @ w) + 64) - 64) ** 2)
+
+
 @pytest.mark.parametrize(
     ("func", "policy", "rule", "edit"),
     [
+        (in_calling_line, POLICY, "", ""),
         (in_modules, POLICY, "*/far: full", ""),
         (in_modules, "by=modules,c=bf16", "*/first: full", ""),
         (of_integers, POLICY, "*/head: product=f32", ""),

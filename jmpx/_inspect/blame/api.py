@@ -13,7 +13,7 @@ from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.value import matches_scope
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
-from jmpx._inspect.blame.lines import name_of_line
+from jmpx._inspect.blame.lines import calling, name_of_line
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, where
@@ -435,7 +435,8 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
             rule = parse_rule(text := f"{select}: {policy}")
             if not graph.selects_all(rule) and any(matches_scope(rule, each) for each in around):
                 return text, ""
-    if node.place is None or not by_operations:
+    place = node.place
+    if place is None or not by_operations or place[:2] in calling(graph.program.jaxpr):
         return "", ""
-    name = name_of_line(node.place)
+    name = name_of_line(place)
     return f"*/{name}: full", f'with jax.named_scope("{name}"):'
