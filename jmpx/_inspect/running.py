@@ -5,6 +5,7 @@ import contextvars
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -71,22 +72,46 @@ def relative_error(results: Sequence[Array], exact: Sequence[Array]) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
+_SHOWS_AFTER = 1.0  # seconds
+
+
 @contextlib.contextmanager
 def progress(what: str, total: int | None) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
-    The bar shows after two seconds, if tqdm is installed. A line, which the function may be given,
-    is written above it at once.
+    The bar shows after a second, also if it has not advanced, as in a long compile. Without tqdm
+    it is a line on the standard error. A line, which the function may be given, is written at once.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
-    if tqdm is None:  # not in the handler: tracebacks of the report would show the ImportError
-        yield lambda line="": line and print(line, file=sys.stderr)
-        return
-    with tqdm(desc=what, total=total, leave=False, delay=2) as bar:
-        yield lambda line="": (bar.update(), line and bar.write(line, sys.stderr))
+    # Not in the handler: tracebacks of the report would show the ImportError.
+    bar = tqdm and tqdm(desc=what, total=total, leave=False, delay=2 * _SHOWS_AFTER)
+
+    def show() -> None:
+        if bar is None:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+        else:
+            bar.delay = 0  # it is there to be cleared
+            bar.refresh()
+
+    timer = threading.Timer(_SHOWS_AFTER, show)
+    timer.daemon = True
+    timer.start()
+
+    def advance(line: str = "") -> None:
+        if bar is not None:
+            bar.update()
+        if line:
+            (print if bar is None else bar.write)(line, file=sys.stderr)
+
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+        if bar is not None:
+            bar.close()
 
 
 # --- float32 in place of 16 bits ---

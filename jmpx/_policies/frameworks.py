@@ -260,13 +260,13 @@ def call_with_proxies(
 
 def _joined(error: ValueError, made: Mapping[type, type]) -> set[type]:
     """Returns the classes of which JAX has not joined a replaced module with another one."""
-    from jmpx._jaxprs.equations import is_of_library  # as above
+    from jmpx._jaxprs.equations import library_of  # as above
 
     found, frames = set[type](), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not str(error).startswith(_DIFFERENT_TREES):
         return found
     # JAX's text names both types only if no other leaf, such as an activation, comes first.
-    for frame in itertools.takewhile(lambda f: is_of_library(f.f_code.co_filename), frames[::-1]):
+    for frame in itertools.takewhile(lambda f: library_of(f.f_code.co_filename), frames[::-1]):
         nodes = [*frame.f_locals.values()]
         jax.tree.leaves(nodes, is_leaf=lambda node: bool(found.add(type(node))))
     is_named = {old for old in made.values() if str(error).count(repr(old)) > 1}
@@ -295,7 +295,7 @@ def _closing_over(value: PyTree, change: _Change, known: dict[int, PyTree]) -> P
     Follows the functions among them; `known` has those that were met. Other values are changed
     themselves. What has nothing to change stays the same object.
     """
-    from jmpx._jaxprs.equations import is_of_library  # as above
+    from jmpx._jaxprs.equations import library_of  # as above
 
     if not isinstance(value, types.FunctionType):
         return change(value)
@@ -303,7 +303,7 @@ def _closing_over(value: PyTree, change: _Change, known: dict[int, PyTree]) -> P
         return known[id(value)]
     known[id(value)] = value  # where a function calls itself
     around, cells = value.__globals__, value.__closure__ or ()
-    names = () if is_of_library(value.__code__.co_filename) else _names(value.__code__)
+    names = () if library_of(value.__code__.co_filename) else _names(value.__code__)
     read = {name: around[name] for name in names if name in around}
     held = [None if cell == types.CellType() else cell.cell_contents for cell in cells]
     olds = [value.__defaults__, *held, *read.values()]

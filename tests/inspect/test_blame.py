@@ -1,7 +1,9 @@
 """`blame`: the shares of an error, on programs whose error is known."""
 
+import inspect
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +100,97 @@ def test_the_error_is_that_against_float32_without_the_policy(rng):
     written = jax.jit(jmpx.inspect.emulate(jmpx.apply_policy(thirds, policy)))(x)
     expected = np.linalg.norm(written - thirds(x)) / np.linalg.norm(thirds(x))
     assert np.isclose(report.error, expected, rtol=1e-3)
+
+
+def test_a_loss_of_derivatives_is_differentiated_and_a_step_is_not(rng):
+    def loss_fn(w, x):
+        slope = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ w).sum()))(x)
+        return jnp.mean(slope.astype(jnp.float32) ** 2)
+
+    batch = tuple(normal(rng, 2, 8, 8))
+    report = blame(loss_fn, POLICY)(batch)
+    assert report.title.startswith("the gradients of loss_fn")
+    gradient = jax.grad(jmpx.apply_policy(loss_fn, POLICY))
+    written = jax.jit(jmpx.inspect.emulate(gradient))(*batch)
+    exact = jax.jit(jax.grad(loss_fn))(*batch)
+    expected = np.linalg.norm(written - exact) / np.linalg.norm(exact)
+    assert np.isclose(report.error, expected, rtol=0.5)  # not the error of the value
+    step = lambda w, x: (loss_fn(w, x), w - jax.grad(loss_fn)(w, x))  # noqa: E731
+    assert blame(step, POLICY)(batch).title.startswith("the results of")
+
+
+class Cancelling(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        x = jnp.tanh(self.linear(x))
+        with jax.named_scope("far"):
+            x = (x + 64) - 64
+        return x
+
+
+class Model(eqx.Module):
+    first: Cancelling
+    head: eqx.nn.Linear
+
+
+def in_modules(model, x):
+    return jnp.mean(jax.vmap(lambda x: model.head(model.first(x)))(x) ** 2)
+
+
+def of_integers(w, x):
+    with jax.named_scope("head"):  # its operands are exact, its results are not
+        x = x @ w
+    return jnp.exp(x / 4096)
+
+
+def in_lines(w, x):
+    x = (jnp.tanh(x @ w) + 64) - 64
+    x = x @ w
+    return jnp.mean(x**2)
+
+
+def doubled(x):
+    return 2 * x
+
+
+def in_calling_line(w, x):  # a scope around the line would hold the function that it calls
+    return jnp.mean(doubled((jnp.tanh(x @ w) + 64) - 64) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("func", "policy", "rule", "edit"),
+    [
+        (in_calling_line, POLICY, "", ""),
+        (in_modules, POLICY, "*/far: full", ""),
+        (in_modules, "by=modules,c=bf16", "*/first: full", ""),
+        (of_integers, POLICY, "*/head: product=f32", ""),
+        (in_lines, POLICY, "*/in_lines_LINE: full", 'with jax.named_scope("in_lines_LINE"):'),
+        (in_lines, "by=arguments,c=bf16", "", ""),
+    ],
+)
+def test_the_rule_of_the_first_row_mends_it(func, policy, rule, edit, rng):
+    first = normal(rng, 8, 8)
+    if func is in_modules:
+        linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+        first = drawn_model(Model(Cancelling(linear), linear), rng)
+    batches = [(first, normal(rng, 16, 8)) for _ in range(4)]
+    if func is of_integers:
+        batches = [tuple(np.round(30 * x) for x in batch) for batch in batches]
+    report = blame(func, policy)(*batches)
+    row, line = report.rows[0], str(in_lines.__code__.co_firstlineno + 1)
+    rule, edit = (text.replace("LINE", line) for text in (rule, edit))
+    assert (row.rule, row.edit) == (rule, edit), report
+    assert rule in str(report) and f"`{edit}`" * bool(edit) in str(report)
+    if edit:
+        lines = inspect.getsource(func).splitlines()
+        lines[1:2] = [f"    {edit}", f"    {lines[1]}"]
+        names: dict = {"jax": jax, "jnp": jnp}
+        exec("\n".join(lines), names)
+        func = names[func.__name__]
+    if rule:  # a rule that selects nothing warns
+        better = blame(func, f"{policy}; {rule}")(*batches)
+        assert better.error**2 < (1 - row.share / 2) * report.error**2
 
 
 def test_the_report(rng, tmp_path):

@@ -1,6 +1,8 @@
 """`choose`: its strings against runs as written; its report, and its command."""
 
 import json
+import sys
+import time
 
 import equinox as eqx
 import jax
@@ -11,6 +13,7 @@ from helpers import enable_x64, normal, run_jmpx
 from helpers.planted_layer import drawn_model, planted
 
 import jmpx
+from jmpx._inspect import running
 
 choose = jmpx.inspect.choose
 POLICY = "c=bf16"
@@ -90,10 +93,53 @@ def test_rules_that_were_given_stay(rng):
     assert choice.policy.endswith("; */encoder: full; */distance: full")
 
 
+LINES = """
+import jax, jax.numpy as jnp
+
+def distance(h, w):
+    far = h @ w + 64
+    return jnp.where(far > 99, far - 64, far - 64)
+
+def loss_fn(w, x):
+    h = jnp.tanh(x @ w)
+    h = HOW
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+"""
+
+
+def loss_in(source, file):
+    names = {}
+    exec(compile(source, file, "exec"), names)
+    return names["loss_fn"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "jax.lax.scan(lambda h, w: (distance(h, w), None), h, w[None])[0]",
+        "distance(h, w)",
+        "jax.jit(distance)(h, w)",
+    ],
+)
+def test_lines_are_parts_where_there_are_no_scopes(how, rng):
+    source, batches = LINES.replace("HOW", how), drawn(rng)
+    choice = choose(loss_in(source, "plain.py"), POLICY, error=0.02)(*batches)
+    assert choice.chosen and choice.policy.endswith("; */distance_5: full")
+    with_scope = 'with jax.named_scope("distance_5"):'
+    assert "plain.py:5 (distance), " in choice.notes[0] and f"`{with_scope}`" in choice.notes[0]
+    lines = source.splitlines()
+    lines[4:5] = [f"    {with_scope}", f"    {lines[4]}"]
+    edited = loss_in("\n".join(lines), "edited.py")
+    error = jmpx.inspect.blame(edited, choice.policy)(*batches).error
+    assert choice.chosen.error == pytest.approx(error, rel=1e-3)
+
+
 @pytest.mark.thorough
-def test_operations_are_islands_where_there_are_no_scopes(rng):
+def test_operations_are_islands_outside_of_scopes(rng):
     def loss_fn(w, x):
-        h = x @ w
+        with jax.named_scope("encoder"):
+            h = x @ w
         return jnp.mean((1e4 * (jnp.sqrt(1 + 1e-4 * h * h) - 1)).astype(jnp.float32) ** 2)
 
     choice = choose(loss_fn, POLICY, error=0.02)(*drawn(rng))
@@ -120,21 +166,29 @@ def test_a_metric_of_the_user(rng):
     assert choice.chosen.error <= 2e-3
 
 
-def test_where_the_policy_overflows_rules_are_found_and_it_is_told(rng):
+def test_a_policy_that_overflows_first_gets_the_rules_that_mend_it(rng):
     def loss_fn(w, x):
         with jax.named_scope("first"):
             h = jnp.tanh(x @ w)
         with jax.named_scope("big"):  # sums beyond 65504
             h = ((6e4 * h) @ w) / 6e4
-        with jax.named_scope("last"):
-            h = jnp.tanh(h @ w)
+        with jax.named_scope("large"):
+            h = ((6e3 * h) @ w) / 6e3
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    policy = "by=operations,c=f16,save=products"
-    choice = choose(loss_fn, policy, error=0.1)(*drawn(rng)[:2])
-    assert "; */big: full" in choice.policy
+    choice = choose(loss_fn, "by=operations,c=f16", error=0.1)(*drawn(rng)[:2])
+    first, second = choice.left_out
+    assert (first.policy, first.mark) == ("by=operations,c=f16", "not finite")
+    assert second.policy == f"{first.policy}; */big: f32"
+    for each, rule in ((first, "*/big: f32"), (second, "*/large: f32")):
+        assert each.why.startswith("the gradients are not finite, first by ")
+        assert each.why.endswith(f" (loss_fn); first_nonfinite adds '{rule}'")
+    assert "; */big: f32; */large: f32" in choice.policy
     assert all(np.isfinite(row.error) for row in choice.rows)
-    assert choice.notes[0] == f"{policy}: left out, as the gradients are not finite."
+    text = str(choice)
+    assert "nan" not in text.lower().replace("not finite", "") and " inf " not in text
+    assert f"{first.policy}: left out, as {first.why}." in text
+    assert any(line.split() == ["not", "finite", first.policy] for line in text.splitlines())
 
 
 class Shifted(eqx.Module):
@@ -147,22 +201,44 @@ class Shifted(eqx.Module):
 class Recurrent(eqx.Module):
     cell: Shifted
     head: eqx.nn.Linear
+    fails: str
 
     def __call__(self, x):
-        return self.head(jax.lax.scan(lambda h, x: (self.cell(h + x), None), x[0], x)[0])
+        def step(h, x):
+            new = self.cell(h + x)
+            if new.dtype != h.dtype and self.fails == "trace":
+                raise KeyError("no kernel for these\nbut for others")
+            if new.dtype != h.dtype and self.fails == "run":
+                aval = jax.ShapeDtypeStruct(h.shape, h.dtype)
+                new = jax.pure_callback(lambda h: 1 / 0, aval, jax.lax.stop_gradient(new))
+            return new, None
+
+        return self.head(jax.lax.scan(step, x[0], x)[0])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("error", [1e-4, 3e-2])
-def test_a_string_that_breaks_the_carry_of_a_scan_is_left_out(error, rng):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("error", "fails", "why"),
+    [
+        (1e-4, "trace", "'no kernel for these\\nbut for others'"),
+        (1e-4, "", "scan body function carry input and carry output must have equal types"),
+        (1e-4, "run", "INTERNAL: CpuCallback error"),
+        (3e-2, "", ""),
+    ],
+)
+def test_a_string_that_is_refused_is_a_row_and_the_search_goes_on(error, fails, why, rng):
     first, head = (eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(jax.random.key(0)))
-    model = Recurrent(Shifted(first), head)
+    model = Recurrent(Shifted(first), head, fails)
     loss = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
     batches = [(model, normal(rng, 5, 4)) for _ in range(6)]
     choice = choose(loss, "by=modules,c=bf16", error=error)(*batches)
     rule, chosen = "by=modules,c=bf16; */cell: ", "by=modules,c=bf16,save=products; */cell: full"
-    notes = [n for n in choice.notes if n.startswith(rule) and "o=f32: left out, as it" in n]
-    assert (choice.policy, len(notes)) == (("by=modules,f32", 1), (chosen, 0))[error > 1e-2]
+    refused = [each for each in choice.left_out if each.mark == "refused"]
+    assert (choice.policy, len(refused)) == (("by=modules,f32", 1), (chosen, 0))[error > 1e-2]
+    for each in refused:
+        assert each.policy.startswith(rule) and each.policy.endswith("o=f32")
+        assert each.why.startswith("it is refused: ") and why in each.why, each.why
+        assert f"{each.policy}: left out, as {each.why}." in str(choice)
 
 
 def a_larger_step(policy):
@@ -190,7 +266,12 @@ def test_what_no_rule_can_hold_is_float32(rng):
     loss, (params, x) = planted("haiku", jnp.tanh, None, rows=8)
     params = drawn_model(params, rng)
     batches = [(params, normal(rng, *x.shape)) for _ in range(2)]
-    assert choose(loss, "by=modules,c=bf16", error=1e-7)(*batches).policy == "by=modules,f32"
+    choice = choose(loss, "by=modules,c=bf16", error=1e-7)(*batches)
+    assert choice.policy == "by=modules,f32"
+    why = "by=modules,f32 is chosen, as no cheaper string holds 1e-07: "
+    assert choice.notes[0].startswith(why)
+    for row in choice.rows[:-1]:
+        assert f"{row.policy!r} is off by {row.error:.1e}" in choice.notes[0]
 
 
 @pytest.mark.thorough
@@ -217,6 +298,37 @@ def test_float32_that_misses_the_bound(rng):
         batches = drawn(rng)
         with pytest.raises(ValueError, match=r"where float32 itself is off by \d"):
             choose(loss_of_scopes, POLICY, error=1e-9)(*batches)
+
+
+def test_float32_that_is_not_finite(rng):
+    with pytest.raises(ValueError, match="finite in float32, got NaN or infinity, first by exp"):
+        choose(lambda w, x: jnp.exp(1e3 + w @ x).sum(), POLICY, error=0.1)(*drawn(rng)[:1])
+
+
+@pytest.mark.parametrize("tool", [choose, jmpx.inspect.blame])
+def test_batches_in_place_of_the_function(tool, rng):
+    options = {"error": 0.1} if tool is choose else {}
+    with pytest.raises(TypeError, match=r"got one of type list: pass the function first"):
+        tool(drawn(rng), **options)
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_before_the_first_compile_it_says_what_is_compiled(has_bar, rng, monkeypatch, capsys):
+    if not has_bar:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(running, "_SHOWS_AFTER", 0.0)
+    shown = []
+
+    def loss_fn(w, x):
+        if not shown:
+            time.sleep(0.1)  # another thread writes it
+        shown.append(capsys.readouterr().err)
+        return jnp.mean((x @ w) ** 2)
+
+    choose(loss_fn, POLICY, error=0.5)(*drawn(rng)[:1])
+    assert shown[0].strip().startswith("compiling and running loss_fn in float32")
+    rest = "".join([*shown[1:], capsys.readouterr().err])
+    assert f"compiling {POLICY!r}, then sets of rules tried" in rest
 
 
 # The command line

@@ -159,7 +159,7 @@ def batches_and_search():
 
 def searched(loss_fn, batches):
     program, runs = blamed_runs(loss_fn, POLICY, batches)
-    return new_search(program, runs, jmpx.get_policy_map(POLICY), runs, 0, lambda: None)
+    return new_search(program, runs, jmpx.get_policy_map(POLICY), 0, lambda: None)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,8 @@
 """The public function `jmpx.inspect.blame(func, policy)(*batches)`, and its report."""
 
+import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -8,17 +10,28 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
+from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
+from jmpx._inspect.blame.lines import calling, name_of_line
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
-from jmpx._inspect.first_nonfinite.api import first_nonfinite
-from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.first_nonfinite.api import found_in
+from jmpx._inspect.graph import Graph, Node, where
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
-from jmpx._inspect.running import CompileCache, nodes_by_key, progress, relative_error, with_arrays
+from jmpx._inspect.running import (
+    Advance,
+    CompileCache,
+    nodes_by_key,
+    progress,
+    relative_error,
+    with_arrays,
+)
 from jmpx._inspect.text import columns, error_text, short_names
 from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs.marks import module_of
+from jmpx._policies.map_strings import parse_rule
 from jmpx._scales.strings import MixedPrecisionLike
 
 Function: TypeAlias = Callable[..., PyTree]
@@ -47,7 +60,8 @@ class Blamed(NamedTuple):
     place: Place | None  # the line of that operation
     size: int  # how many numbers it rounds
     is_measured: bool  # by two runs: it alone rounds, it alone does not; else it is first order
-    rule: str  # a rule of a policy map that puts the module or the scope into float32, or empty
+    rule: str  # a rule that was checked to select it, and puts it into float32; empty without one
+    edit: str = ""  # the line to write around `place`, so that the rule selects it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +167,11 @@ class Blame(Report):
     def _blocks(self) -> Iterator[str | Table]:
         over = "" if self.batches == 1 else f", over {self.batches} batches"
         yield f"Error of {self.title}: {error_text(self.error)}{over}"
-        cells = [["", "share", "error", "most of it", "line"]]
+        cells = [["", "share", "error", "most of it", "line", "rule"]]
         for row in self.rows:
             share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
             numbers = (share + "*" * row.is_measured, error_text(row.error))
-            cells.append([row.name, *numbers, row.operation, str(row.place or "")])
+            cells.append([row.name, *numbers, row.operation, str(row.place or ""), row.rule])
         yield Table(cells, (1, 2), _ROWS)
         yield "\n".join(self._notes())
 
@@ -170,6 +184,11 @@ class Blame(Report):
             yield (
                 "They do not add up, because roundings depend on each other: trust the order of "
                 "the rows, not their numbers."
+            )
+        if edited := next((row for row in self.rows if row.edit), None):
+            yield (
+                f"Rules of lines want the line in a scope of that name: {edited.rule!r} selects "
+                f"{edited.place} once it is written in `{edited.edit}`."
             )
         if self.is_scalar:
             yield (
@@ -240,7 +259,7 @@ def blame(
     """
     if by is not None and by not in WAYS:
         raise ValueError(f"Expected by= to be one of {', '.join(WAYS)}, got {describe(by)}.")
-    check_kind(of)
+    check_blamed(func, of)
 
     def call(*batches: tuple[PyTree, ...]) -> Blame:
         program, runs = blamed_runs(func, policy, batches, with_gradient=of == "gradients")
@@ -250,8 +269,10 @@ def blame(
         with progress("groups measured", min(len(groups), MOST)) as done:
             found = costs(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
-            raise ValueError(_nonfinite(program.call.fn, batches[0], "16 bits"))
-        rows = _rows(graph, runs.points, groups, found)
+            raise ValueError(_nonfinite(program, "16 bits"))
+        rows = _rows(graph, runs.points, groups, found, by)
+        if policy is not None and not program.mapped_by:  # by=arguments has no rules
+            rows = [row._replace(rule="", edit="") for row in rows]
         size = sum(array.size for array in runs.batches[0].exact)
         kind = "gradients" if program.is_differentiated else "results"
         title = f"the {kind} of {program.name}" + ("" if policy is None else f" under {policy}")
@@ -260,8 +281,13 @@ def blame(
     return call
 
 
-def check_kind(of: object) -> None:
-    """Refuses an `of=` that is not one of the words."""
+def check_blamed(func: object, of: object) -> None:
+    """Refuses what is no function, such as batches, and an `of=` that is not one of the words."""
+    if not callable(func):
+        raise TypeError(
+            f"Expected a loss or another function, got one of type {type(func).__name__}: pass the "
+            "function first, and the batches to the function that is returned."
+        )
     if of not in _KINDS:
         raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
 
@@ -282,12 +308,11 @@ def blamed_runs(
                 "(params, x), (params, x2)."
             )
     applied = func if policy is None else apply_policy(func, policy)
-    program = traced_program(applied, batches[0], None, with_gradient, RUN)
-    # The exact results need a trace of their own: constants traced in 16 bits are rounded already.
-    exact = (
-        program if policy is None else traced_program(func, batches[0], None, with_gradient, RUN)
-    )
-    runs = runs_of(program, _exact(func, exact, batches, with_gradient))
+    with progress(f"compiling and running {name_of(func)} in float32", len(batches)) as done:
+        exact = program = traced_program(applied, batches[0], None, with_gradient, RUN)
+        if policy is not None:  # constants that were traced in 16 bits are rounded already
+            exact = traced_program(func, batches[0], None, with_gradient, RUN)
+        runs = runs_of(program, _exact(func, exact, batches, with_gradient, done))
     if not runs.points.at:
         under = "" if policy is None else f" under {str(policy)!r}"
         fewer = "16 bits" if runs.points.wide == np.float32 else "less than float64"
@@ -309,7 +334,9 @@ def runs_of(
     return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
 
 
-def _exact(func: Function, program: Program, batches: Batches, with_gradient: bool) -> list[Batch]:
+def _exact(
+    func: Function, program: Program, batches: Batches, with_gradient: bool, done: Advance
+) -> list[Batch]:
     """Returns the arrays of batches, and the results of a function on them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
     compiled = CompileCache(program.jaxpr)
@@ -326,17 +353,18 @@ def _exact(func: Function, program: Program, batches: Batches, with_gradient: bo
         results = compiled.run(wide, (list(each.arrays),), "float32")
         kept = [np.asarray(results[index]) for index in outputs]
         if not all(np.isfinite(array).all() for array in kept):
-            raise ValueError(_nonfinite(func, batch, "float32"))
+            raise ValueError(_nonfinite(each, "float32"))
         found.append(Batch(each.arrays, kept))
+        done()
     return found
 
 
-def _nonfinite(func: Function, batch: tuple[PyTree, ...], precision: str) -> str:
+def _nonfinite(program: Program, precision: str) -> str:
     """Returns the error message about results that are not finite, with their first cause."""
-    first = first_nonfinite(func)(*batch)
+    first = found_in(program)
     by = f", first by {first.operation} at {first.place or 'no known line'}" if first else ""
     return (
-        f"Expected results of {name_of(func)} that are finite in {precision}, got NaN or "
+        f"Expected results of {program.name} that are finite in {precision}, got NaN or "
         f"infinity{by}: print jmpx.inspect.first_nonfinite(...) for where it came from."
     )
 
@@ -373,14 +401,43 @@ def nodes_of(graph: Graph, points: Points) -> list[Node]:
     return [by_key[key] for key in points.order]
 
 
-def _rows(graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs) -> list[Blamed]:
+def _rows(
+    graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs, by: str | None
+) -> list[Blamed]:
     nodes, sizes = nodes_of(graph, points), [size_of(each) for each in points.at.values()]
     rows = []
     for number, (name, sites) in enumerate(groups.items()):
         worst = nodes[max(sites, key=lambda site: (found.sites[site], sizes[site]))]
-        part, selector = float(found.parts[number]), worst.selector
+        part = float(found.parts[number])
         share = part / found.squared if found.squared else 0.0
-        size, rule = sum(sizes[site] for site in sites), selector and f"{selector}: full"
-        source = (worst.name, worst.place, size)
-        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule or ""))
+        products = sum(found.sites[site] for site in sites if nodes[site].is_product)
+        is_of_products = graph.program.uses_autocast and products > sum(found.sites[sites]) / 2
+        policy = "product=f32" if is_of_products else "full"
+        rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
+        source = (worst.name, worst.place, sum(sizes[site] for site in sites))
+        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule, edit))
     return sorted(rows, key=lambda row: -row.share)
+
+
+def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str, str]:
+    """Returns a rule that selects a node, and the line of code that it needs, or empty texts.
+
+    The rule is for the innermost scope or module, except for one that holds the whole model.
+    """
+    # A function that took no policy may be one that casts by hand.
+    by_operations = graph.program.uses_autocast or not graph.program.mapped_by
+    path, module, names, _ = where(node.scope)
+    # Of a scope in a module, Equinox's has no path: its name selects it, in each module.
+    paths = [path, f"*/{names}"] if module and names and by != "modules" else []
+    around = [*itertools.accumulate(node.scope.split("/"), "{}/{}".format)]
+    around = [each for each in around if by_operations or module_of(each) is not None]
+    for select in filter(None, (*paths, node.selector)):
+        with contextlib.suppress(ValueError):  # a name that no rule can hold
+            rule = parse_rule(text := f"{select}: {policy}")
+            if not graph.selects_all(rule) and any(matches_scope(rule, each) for each in around):
+                return text, ""
+    place = node.place
+    if place is None or not by_operations or place[:2] in calling(graph.program.jaxpr):
+        return "", ""
+    name = name_of_line(place)
+    return f"*/{name}: full", f'with jax.named_scope("{name}"):'

@@ -12,9 +12,9 @@ import numpy as np
 
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_array, spell
-from jmpx._inspect.blame.api import blamed_runs, check_kind
+from jmpx._inspect.blame.api import blamed_runs, check_blamed
 from jmpx._inspect.blame.runs import Measure
-from jmpx._inspect.choose.search import Strings, new_search
+from jmpx._inspect.choose.search import LeftOut, Strings
 from jmpx._inspect.plan.api import Planned, plan
 from jmpx._inspect.plan.chips import get_chip
 from jmpx._inspect.reports import GREEN, ORANGE, SKY_BLUE, Report, Table, new_figure
@@ -58,7 +58,8 @@ class Choice(Report):
             keeps for the backward pass.
         rows: the strings, the one with the least memory first, and float32 last. Each has a smaller
             error than all rows before it.
-        notes: strings that were left out, with reasons, and limits of these numbers, in sentences.
+        left_out: strings that are no candidates, with reasons.
+        notes: why float32 is chosen, and limits of these numbers, in sentences.
     """
 
     __module__ = "jmpx.inspect"
@@ -68,6 +69,7 @@ class Choice(Report):
     batches: int
     chip: str
     rows: tuple[Tried, ...]
+    left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -144,11 +146,13 @@ class Choice(Report):
             mark = "chosen" if row is chosen else "does not fit" if row.fits is False else ""
             numbers = [error_text(row.error), bytes_text(row.memory), share_text(row.low, 1)]
             cells.append([mark, *numbers, row.policy])
+        cells += [[each.mark, "", "", "", each.policy] for each in self.left_out]
         yield Table(cells, right=(1, 2, 3))
         end = "No string holds the bound and fits."
         if chosen is not None:
             end = f"--mp_policy={shlex.quote(chosen.policy)}"
-        yield "\n".join([end, *self.notes])
+        reasons = [f"{each.policy}: left out, as {each.why}." for each in self.left_out]
+        yield "\n".join([end, *reasons, *self.notes])
 
 
 def _lines(policy: str) -> str:
@@ -174,10 +178,12 @@ def choose(
     """Finds the policy string with the fewest parts in float32 that keeps the error within a bound.
 
     Modules and scopes are ordered by the cost of their roundings (see `jmpx.inspect.blame`), then
-    the operations outside of them. One compiled program, which rounds as a mask says, tries sets of
-    them. A part is taken if it lowers the error by more than batches differ by chance. At most
-    ten strings are then run and compiled as written, so no number in the report is an
-    estimate. Strings that overflow, or that JAX refuses, are left out and named in the notes.
+    the operations outside of them. Without modules and scopes, lines of code take their place, and
+    the notes say which `jax.named_scope` to write. One compiled program, which rounds as a mask
+    says, tries sets of them. A part is taken if it lowers the error by more than batches differ by
+    chance. At most ten strings are then run and compiled as written, so no number in the report is
+    an estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`.
+    Strings that overflow or are refused have rows that say so.
 
     For a chip that multiplies in 8 bits, the widest layers are tried with `m=fp8`, too, where that
     holds the bound. Such a string is chosen if it needs less memory; nothing here says how fast it
@@ -223,7 +229,7 @@ def choose(
         'c=bf16,save=products; */distance: full'
     """
     base = get_policy_map(policy)
-    check_kind(of)
+    check_blamed(func, of)
     if chip is not None:
         get_chip(chip)
     if not (bound := _number(error)) > 0:
@@ -244,23 +250,24 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
-        measured = dataclasses.replace(runs, measure=measure)
-        strings = Strings(func, batches[0], program, measured, base, given)
-        with progress("sets of rules tried", None) as done:
-            strings.find(bound, lambda: new_search(program, runs, base, measured, seed, done))
+        what = "metric" if metric else "gradients" if program.is_differentiated else "results"
+        strings = Strings(func, batches, program, runs, base, given, what).with_measure(measure)
+        with progress(f"compiling {given!r}, then sets of rules tried", None) as done:
+            strings = strings.without_overflow()
+            strings.find(bound, seed, done)
             if chip is not None and "fp8" in get_chip(chip).formats:
                 strings.find_eight_bits(bound)
         finite = [text for text, error in strings.errors.items() if math.isfinite(error)]
         planned = plan(make_step or strings.gradient, finite, chip=chip)
-        what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         planned_for = chip if chip and any(row.peak for row in planned.rows) else ""
-        failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
         title, rows = f"the {what} of {program.name}", _rows(planned.rows, strings)
-        for text in sorted(strings.in_eight_bits.difference(row.policy for row in rows)):
-            error = error_text(strings.errors[text])
-            failed.append(f"{text}: left out, as it saves no memory, with an error of {error}.")
-        notes = (*strings.notes(what), *failed, *(() if planned_for else planned.notes))
-        return Choice(title, bound, len(batches), planned_for, rows, notes)
+        left_out = [*strings.left_out.values(), *_without_a_row(planned.rows, strings, rows)]
+        shown = [each.policy for each in (*rows, *left_out)]
+        notes = (*strings.edits(shown), *(() if planned_for else planned.notes))
+        choice = Choice(title, bound, len(batches), planned_for, rows, tuple(left_out), notes)
+        if choice.chosen is None or choice.chosen.policy != strings.wide:
+            return choice
+        return dataclasses.replace(choice, notes=(_why_float32(strings, bound, left_out), *notes))
 
     return call
 
@@ -297,9 +304,34 @@ def _rows(planned: Sequence[Planned], strings: Strings) -> tuple[Tried, ...]:
             rows.append(Tried(row.policy, error, memory, _low(row), row.fits))
     # Rules that put all products into float32 make a string that is float32 in many words. With
     # small batches it may need the least memory, because no parameter has a copy in 16 bits.
-    products = any(row.low for row in rows)
+    products = any(row.products for row in planned)
     kept = [row for row in rows if row.policy != strings.wide and (row.low or not products)]
     return (*front(kept), *(row for row in rows if row.policy == strings.wide))
+
+
+def _without_a_row(
+    planned: Sequence[Planned], strings: Strings, rows: Sequence[Tried]
+) -> Iterator[LeftOut]:
+    """Yields the strings that were run, but not compiled, or whose 8 bits save no memory."""
+    for row in filter(lambda row: row.error, planned):
+        mark = "does not fit" if row.fits is False else "not compiled"
+        yield LeftOut(row.policy, mark, f"its step is refused: {row.error.rstrip('.')}")
+    known = {row.policy for row in (*rows, *(row for row in planned if row.error))}
+    for text in sorted(strings.in_eight_bits - known - strings.left_out.keys()):
+        why = f"it saves no memory, with an error of {error_text(strings.errors[text])}"
+        yield LeftOut(text, "saves nothing", why)
+
+
+def _why_float32(strings: Strings, bound: float, left_out: Sequence[LeftOut]) -> str:
+    """Returns the sentence that says why float32 is chosen."""
+    names = {strings.wide, *(each.policy for each in left_out)}
+    known = {text: error for text, error in strings.errors.items() if text not in names}
+    found = [
+        f"{text!r} " + (f"is off by {error:.1e}" if error > bound else "has no products in 16 bits")
+        for text, error in sorted(known.items(), key=lambda pair: pair[1])
+    ]
+    others = ", ".join(found) or "all others are left out"
+    return f"{strings.wide} is chosen, as no cheaper string holds {bound:g}: {others}."
 
 
 def _low(row: Planned) -> float:

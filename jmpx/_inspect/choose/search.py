@@ -5,23 +5,28 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
+from jmpx._autocast.rules import PRODUCTS
 from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
 from jmpx._inspect.blame.api import nodes_of, runs_of
-from jmpx._inspect.blame.runs import Runs, costs, size_of
+from jmpx._inspect.blame.lines import Lines
+from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
+from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
 from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.running import Advance
+from jmpx._inspect.running import Advance, relative_error
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import module_of
+from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 
 _MOST = 24  # islands; with more, layers that are alike are one
@@ -257,7 +262,6 @@ def new_search(
     program: Program,
     runs: Runs,
     base: PolicyMap,
-    measured: Runs,
     seed: int,
     done: Advance,
 ) -> IslandSearch:
@@ -267,9 +271,10 @@ def new_search(
     islands = sites.islands()
     others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
     # With the sites that no rule selects as a group, shares add up, and need no measurements.
-    found = costs(runs, [*(island.own for island in islands), others], seed, done)
+    relative = dataclasses.replace(runs, measure=relative_error)
+    found = costs(relative, [*(island.own for island in islands), others], seed, done)
     if not math.isfinite(found.squared):  # There are no estimates of what islands cost.
-        return IslandSearch(measured, sites, islands, [0.0] * len(islands), done)
+        return IslandSearch(runs, sites, islands, [0.0] * len(islands), done)
 
     def is_worthwhile(island: Island) -> bool:
         own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
@@ -277,7 +282,7 @@ def new_search(
 
     parts = dict(zip(islands, map(float, found.parts), strict=False))
     kept = {island: part for island, part in parts.items() if is_worthwhile(island)}
-    return IslandSearch(measured, sites, [*kept], [*kept.values()], done)
+    return IslandSearch(runs, sites, [*kept], [*kept.values()], done)
 
 
 # --- Policy strings ---
@@ -293,18 +298,27 @@ def _widest(graph: Graph) -> list[str]:
     return [name for name, _ in flops.most_common()]
 
 
+class LeftOut(NamedTuple):
+    """A policy string that is no candidate."""
+
+    policy: str
+    mark: str  # in a word or two, for a table
+    why: str  # the end of a sentence, without its full stop
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Strings:
     """Policy strings, and the errors of the strings that were run as they are written."""
 
     func: Callable[..., PyTree]
-    batch: tuple[PyTree, ...]  # the arguments for traces of the function
+    batches: Sequence[tuple[PyTree, ...]]  # its arguments, as they were given
     program: Program  # the function under the given policy
     runs: Runs  # the runs of this program
     base: PolicyMap  # the policy that was given
     given: str  # its string
+    what: str  # whose error it is
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # why JAX refuses a string
+    left_out: dict[str, LeftOut] = dataclasses.field(default_factory=dict)
     in_eight_bits: set[str] = dataclasses.field(default_factory=set)  # what `find_eight_bits` tried
 
     @property
@@ -321,33 +335,43 @@ class Strings:
             program, error = self._tried(text), math.inf
             if program is not None:
                 runs = runs_of(program, self.runs.batches, self.runs.measure, False)
-                error = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
+                try:
+                    error = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
+                except RuntimeError as failure:  # of XLA
+                    self._refuse(text, failure)
+            if math.isinf(error) and text not in self.left_out:
+                why = f"the {self.what} are not finite"
+                self.left_out[text] = LeftOut(text, "not finite", why)
             self.errors[text] = error
         return self.errors[text]
 
     def fails(self, text: str) -> bool:
-        """Whether JAX refuses the function under a policy string."""
+        """Whether a policy string is refused: see `_tried`."""
         return text not in self.errors and self._tried(text) is None
 
     def _tried(self, text: str) -> Program | None:
-        """Returns the program under a string; None if JAX refuses it, such as a widening carry."""
-        if text in self.failures:
-            return None
-        try:
-            return self._traced(text)
-        except (TypeError, ValueError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            self.failures[text] = first.rstrip(".:")
-            return None
+        """Returns the program under a string; None if it is refused, as for a widening carry."""
+        if text not in self.left_out:
+            try:
+                return self._traced(text)
+            except Exception as error:  # of JAX, of a framework, or of the function
+                self._refuse(text, error)
+        return None
 
-    def _traced(self, text: str, purpose: str = RUN) -> Program:
+    def _refuse(self, text: str, error: Exception) -> None:
+        first = next(iter(str(error).splitlines()), "").rstrip(".:") or type(error).__name__
+        self.left_out[text] = LeftOut(text, "refused", f"it is refused: {first}")
+
+    def _traced(
+        self, text: str, purpose: str = RUN, batch: tuple[PyTree, ...] | None = None
+    ) -> Program:
         applied = apply_policy(self.func, text)
         with warnings.catch_warnings():
             # The trace under the user's policy has given each warning. Others would concern only
             # strings on trial, such as `save=products` in a function with a `jax.checkpoint`.
             warnings.simplefilter("ignore")
-            is_differentiated = self.program.is_differentiated
-            return traced_program(applied, self.batch, None, is_differentiated, purpose)
+            batch = self.batches[0] if batch is None else batch
+            return traced_program(applied, batch, None, self.program.is_differentiated, purpose)
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
@@ -357,28 +381,66 @@ class Strings:
         step.__name__ = self.program.name
         return step, tuple(shapes)
 
-    def notes(self, what: str) -> list[str]:
-        """Returns sentences about the strings that are left out."""
-        left_out = [text for text, error in self.errors.items() if math.isinf(error)]
-        infinite = [text for text in left_out if text not in self.failures]
-        refused = [text for text in left_out if text in self.failures]
-        return [
-            *(f"{text}: left out, as the {what} are not finite." for text in infinite),
-            *(f"{text}: left out, as it is refused: {self.failures[text]}." for text in refused),
-        ]
+    def with_measure(self, measure: Measure) -> "Strings":
+        """Returns the strings with a measure, and with the program of the given one.
 
-    def find(self, bound: float, new_search: Callable[[], IslandSearch]) -> None:
+        In a program without scopes, lines are scopes.
+        """
+        func, names = self.func, (node.path for node in Graph(self.program).nodes)
+        if self.base.way == "operations" and not any(names):
+            func = Lines(func)
+        strings = dataclasses.replace(self, func=func)
+        program = strings._traced(self.given)
+        runs = runs_of(program, self.runs.batches, measure)
+        return dataclasses.replace(strings, program=program, runs=runs)
+
+    def edits(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yields sentences about the lines that rules of some strings select."""
+        places = self.func.places if isinstance(self.func, Lines) else {}
+        rules = {rule for text in texts for rule in get_policy_map(text).rules}
+        for name, place in places.items():
+            if any(rule.matches_scope(name) for rule in rules):
+                yield (
+                    f"{name}: the line {place}, which rules select once it is written in `with "
+                    f'jax.named_scope("{name}"):`.'
+                )
+
+    def without_overflow(self) -> "Strings":
+        """Returns the strings with rules of `first_nonfinite` in the given one, if it overflows."""
+        if math.isfinite(self.error(self.given)):
+            return self
+        programs = (self._traced(self.given, batch=batch) for batch in self.batches)
+        found = next(filter(None, map(found_in, programs)), None)
+        if found is None:
+            return self
+        why = f"the {self.what} are not finite, first by {found.operation} at {found.place}"
+        text = f"{self.given}; {found.rule}"
+        part, colon, _ = found.rule.partition(": ")  # there is none in a loss scale
+        is_new = colon and found.rule not in self.given
+        if not is_new or part.removeprefix("op.") in PRODUCTS or self.fails(text):
+            self.left_out[self.given] = LeftOut(self.given, "not finite", why)
+            return self
+        why += f"; first_nonfinite adds {found.rule!r}"
+        self.left_out[self.given] = LeftOut(self.given, "not finite", why)
+        mended = dataclasses.replace(self, base=get_policy_map(text), given=text)
+        return mended.with_measure(self.runs.measure).without_overflow()
+
+    def find(self, bound: float, seed: int, done: Advance) -> None:
         """Measures float32, the string without a rule, with a few, and with all that are needed."""
-        if self.error(self.wide) > bound:
+        if (error := self.error(self.wide)) > bound:
+            found = self.left_out.get(self.wide)
+            itself = f"is off by {error:.1e}" if found is None else f"is left out, as {found.why}"
             raise ValueError(
-                f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is "
-                f"off by {self.error(self.wide):.1e}: give a larger one."
+                f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself "
+                f"{itself}: give a larger one."
             )
         written = self.given
         if self.error(written) > bound:
-            written = self._searched(new_search(), bound)
+            search = new_search(self.program, self.runs, self.base, seed, done)
+            written = self._searched(search, bound)
         if self.error(written) <= bound and self.base.save is None:
-            for text in (self.given, written):  # without rules, too, to see what they cost
+            # Without rules, too, to see what they cost.
+            for text in filter(lambda text: self.error(text) < math.inf, (self.given, written)):
                 default, *rules = text.split(";", 1)
                 if ":" in default:  # a rule: there is no default part
                     default, rules = "full", [f" {text}"]
@@ -406,8 +468,6 @@ class Strings:
         while self.fails(self._with_rules(search.selectors(chosen))):
             alone = {number: self._with_rules(search.selectors([number])) for number in chosen}
             search.leave_out([n for n, text in alone.items() if self.fails(text)] or chosen)
-            for text in filter(self.failures.__contains__, alone.values()):
-                self.error(text)  # so that a note names it
             chosen = search.find(bound)
         selectors = search.selectors(chosen)
         for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):

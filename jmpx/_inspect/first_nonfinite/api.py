@@ -73,12 +73,16 @@ def first_nonfinite(
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        program = traced_program(fn, args, kwargs, purpose=RUN)
-        program = with_arrays(program, "jmpx.inspect.first_nonfinite")
-        with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
-            return Replay(program).find()
+        return found_in(traced_program(fn, args, kwargs, purpose=RUN))
 
     return run
+
+
+def found_in(program: Program) -> FirstNonfinite | None:
+    """Returns what `first_nonfinite` finds in a program."""
+    program = with_arrays(program, "jmpx.inspect.first_nonfinite")
+    with jax.debug_nans(False), jax.debug_infs(False):  # They would raise during the search.
+        return Replay(program).find()
 
 
 # --- Why an operation makes an infinity or a NaN ---
@@ -323,9 +327,12 @@ class Replay:
         """Returns the first rule under which all results are finite.
 
         Else it is the first one under which another operation is found; empty if there is none.
+        A rule for all operations of a name is no better than one that mends a module or a scope.
         """
         moving = ""
         for rule in rules:
+            if moving and rule.startswith("op."):
+                break
             try:
                 program = self.program.with_rules(parse_rule(rule))
             except (AssertionError, TypeError, ValueError):  # as of a loop whose carry would change
