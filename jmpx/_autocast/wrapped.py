@@ -155,8 +155,7 @@ def evaluated(
     # Off in the evaluation, whose 16-bit gathers have their own derivative, `binding.run_moved`.
     with tracing_explained(by, name), summed_in_float32(False):
         results = interpreter.evaluate(jaxpr, values, "", ends)
-    used = policy_map, interpreter.used
-    given = None if pure.objects else args
+    used, given = (policy_map, interpreter.used), None if pure.objects else args
     messages = *unused_rules(*used, seen, given), *wide_products(*used, jaxpr), *messages_of(left)
     for message in messages:
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
