@@ -10,7 +10,7 @@ CHAPTERS = {
         *("flags", "logging"),
     ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
-    "Models": ["known_models", "recipes", "language_models", "reinforcement_learning", "recurrent"],
+    "Models": ["recipes", "language_models", "reinforcement_learning", "recurrent"],
     "Inspect a program": ["audit", "nonfinite", "choose", "plan", "commands"],
     "Scale up": ["sharding", "storage", "checkpoints", "production"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],

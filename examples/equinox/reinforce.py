@@ -208,7 +208,7 @@ def make_step(policy: jmpx.PolicyMap) -> Any:
 
     @eqx.filter_jit
     @jmpx.inspect.emulate
-    def step(model: Transformer, state: Any, scaling: Any, key: jax.Array) -> Any:
+    def step(model: Transformer, state: Any, loss_scale: Any, key: jax.Array) -> Any:
         ask, answer = jax.random.split(key)
         prompts = jnp.repeat(jax.random.randint(ask, (PROMPTS, LENGTH), 0, TOKENS), ANSWERS, axis=0)
         texts, scores = sampler(model, prompts, answer)
@@ -216,21 +216,21 @@ def make_step(policy: jmpx.PolicyMap) -> Any:
         groups = rewards.reshape(PROMPTS, ANSWERS, LENGTH)
         advantages = (groups - groups.mean(axis=1, keepdims=True)).reshape(rewards.shape)
         given = Answers(texts, scores, advantages)
-        gradient = jmpx.value_and_grad(loss_fn, scaling, has_aux=True, policy=policy)
-        (_, kl), scaling, finite, grads = gradient(model, given)
-        model, state = jmpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
-        return model, state, scaling, (rewards.mean(), kl)
+        gradient = jmpx.value_and_grad(loss_fn, loss_scale, has_aux=True, policy=policy)
+        (_, kl), loss_scale, grads_finite, grads = gradient(model, given)
+        model, state = jmpx.optimizer_update(model, OPTIMIZER, state, grads, grads_finite)
+        return model, state, loss_scale, (rewards.mean(), kl)
 
     return step
 
 
-def train(step: Any, scaling: jmpx.LossScale, seed: int, progress: tqdm) -> np.ndarray:
+def train(step: Any, loss_scale: jmpx.LossScale, seed: int, progress: tqdm) -> np.ndarray:
     """Returns the rewards and divergences [steps, 2] of one run."""
     model_key, key = jax.random.split(jax.random.key(seed))
     model = Transformer(model_key)
     state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), []
     for number in range(STEPS.value):
-        model, state, scaling, seen = step(model, state, scaling, jax.random.fold_in(key, number))
+        model, state, loss_scale, seen = step(model, state, loss_scale, jax.random.fold_in(key, number))
         found.append([float(each) for each in seen])
         progress.update()
     return np.asarray(found)

@@ -57,14 +57,14 @@ def differentiate(
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
         checked = None  # the last cast may overflow
     grads_finite = all_finite(grads if checked is None else checked, axes or None)
-    new_scaling = options.scaling.adjust(grads_finite)
+    new_scale = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
     if not isinstance(options.scaling, NoOpLossScale):
         updates = kept_if_finite(grads_finite, updates, updates.stored(with_random=False))
         model_state = kept_if_finite(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
-    return ValueAndGradients(value, new_scaling, grads_finite, merge(grads, None)), updates
+    return ValueAndGradients(value, new_scale, grads_finite, merge(grads, None)), updates
 
 
 class _Call(NamedTuple):

@@ -71,7 +71,7 @@ def value_and_grad(
 
     Returns:
         A function with the arguments of `func`. It returns a `ValueAndGradients`, which unpacks as
-        `(value, scaling, grads_finite, grads)`: the unscaled loss in float32 (with `has_aux`,
+        `(value, loss_scale, grads_finite, grads)`: the unscaled loss in float32 (with `has_aux`,
         `(loss, aux)`), the next loss scale, a bool array of shape (), and gradients of the
         structure of the first argument, with None for what cannot be differentiated.
 
@@ -152,8 +152,8 @@ def grad(
 
     Returns:
         A function with the arguments of `func`. It returns a `Gradients`, which unpacks as
-        `(scaling, grads_finite, grads)`, or with `has_aux` a `GradientsAndAux`, which unpacks as
-        `(scaling, grads_finite, grads, aux)`.
+        `(loss_scale, grads_finite, grads)`, or with `has_aux` a `GradientsAndAux`, which unpacks as
+        `(loss_scale, grads_finite, grads, aux)`.
     """
     given = policy, grad_dtype, uncast, state_argnum, microbatches, batch, over
     return without_value(_gradient_function(Options(func, loss_scale, has_aux, *given)), has_aux)
@@ -176,9 +176,9 @@ def without_value(
 
     @functools.wraps(run, updated=())
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        value, new_scaling, grads_finite, grads = run(*args, **kwargs)
+        value, new_scale, grads_finite, grads = run(*args, **kwargs)
         if has_aux:
-            return GradientsAndAux(new_scaling, grads_finite, grads, aux=value[1])
-        return Gradients(new_scaling, grads_finite, grads)
+            return GradientsAndAux(new_scale, grads_finite, grads, aux=value[1])
+        return Gradients(new_scale, grads_finite, grads)
 
     return wrapper

@@ -285,7 +285,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
 
     Attributes:
         value: the unscaled loss, in float32 of shape (); with `has_aux` the pair `(loss, aux)`.
-        scaling: the loss scale of the next step.
+        loss_scale: the loss scale of the next step.
         grads_finite: whether all gradients are finite: a bool array of shape ().
         grads: gradients of the structure, shapes and dtypes of the first argument, with None for
             what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
@@ -301,7 +301,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
     __module__ = "jmpx.types"
 
     value: ValueT
-    scaling: ScalingT
+    loss_scale: ScalingT
     grads_finite: jax.Array
     grads: PyTree
 
@@ -312,7 +312,7 @@ class Gradients(NamedTuple, Generic[ScalingT]):
 
     __module__ = "jmpx.types"
 
-    scaling: ScalingT
+    loss_scale: ScalingT
     grads_finite: jax.Array
     grads: PyTree
 
@@ -323,7 +323,7 @@ class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
 
     __module__ = "jmpx.types"
 
-    scaling: ScalingT
+    loss_scale: ScalingT
     grads_finite: jax.Array
     grads: PyTree
     aux: AuxT

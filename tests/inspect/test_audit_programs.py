@@ -70,7 +70,7 @@ def trained_from(params, x):
 def of_gradient_function(params, x):
     scale = jmpx.DynamicLossScale()
     result = jmpx.value_and_grad(loss_fn, scale, policy="c=f32")(params, x)
-    return result.grads, result.scaling
+    return result.grads, result.loss_scale
 
 
 def forward(params, x):

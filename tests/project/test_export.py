@@ -62,7 +62,7 @@ def test_a_step_of_each_loss_scale_and_result(rng, scale, name):
         loss = lambda w: jnp.sum(w**2)  # noqa: E731
         aux = (lambda w: (loss(w), {"w": w})) if options else loss
         result = function(aux, loss_scale, policy="c=f16", **options)(params)
-        return result.scaling, params - result.grads.astype(jnp.float32), result
+        return result.loss_scale, params - result.grads.astype(jnp.float32), result
 
     check(step, SCALES[scale], jnp.asarray(rng.normal(size=3), jnp.float32))
 
@@ -99,7 +99,7 @@ def test_another_process_loads_a_step_once_it_has_named_the_classes(tmp_path):
         from jmpx.types import Gradients
         step = jax.export.deserialize(bytearray(open({str(file)!r}, "rb").read()))
         result = step.call(DynamicLossScale(2.0**14, period=1), np.arange(3, dtype=np.float32))
-        print(type(result) is Gradients, result.scaling, result.grads)
+        print(type(result) is Gradients, result.loss_scale, result.grads)
     """
     result = run_python("-c", textwrap.dedent(code))
     assert result.stdout == "True dynamic,init=32768,period=1 [0. 2. 4.]\n", result.stderr

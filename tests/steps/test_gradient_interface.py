@@ -100,7 +100,7 @@ def test_a_decorated_method_is_one():
 # Results
 
 
-VALUE_FIELDS = ("value", "scaling", "grads_finite", "grads")
+VALUE_FIELDS = ("value", "loss_scale", "grads_finite", "grads")
 FIELDS = {
     ("value", False): (ValueAndGradients, VALUE_FIELDS),
     ("value", True): (ValueAndGradients, VALUE_FIELDS),
@@ -133,7 +133,7 @@ def test_results_have_names_in_the_order_in_which_they_unpack(name, has_aux, rng
         assert type(result) is cls and issubclass(cls, tuple)
         assert result._fields == fields and len(result) == len(fields)
         assert all(a is getattr(result, b) for a, b in zip(result, fields, strict=True))
-        assert isinstance(result.scaling, jmpx.DynamicLossScale)
+        assert isinstance(result.loss_scale, jmpx.DynamicLossScale)
         assert result.grads_finite.dtype == jnp.bool_ and result.grads_finite.shape == ()
         assert result.grads["w"].shape == (3,) and result.grads["w"].dtype == jnp.float32
         if has_aux:

@@ -271,8 +271,8 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(rng):
             given[row] = number
         got, good = run(params, given), not bad
         assert bool(got.grads_finite) is good
-        assert value(got.scaling) == (2.0**10 if good else 2.0**9)
-        assert int(got.scaling.counter) == (4 if good else 0)
+        assert value(got.loss_scale) == (2.0**10 if good else 2.0**9)
+        assert int(got.loss_scale.counter) == (4 if good else 0)
         assert all(bool(jnp.isfinite(grad).all()) is good for grad in jax.tree.leaves(got.grads))
 
 

@@ -111,7 +111,7 @@ def test_a_float16_step_overflows_and_recovers():
         jmpx.optimizer_update(
             model, optimizer, grads=result.grads, grads_finite=result.grads_finite
         )
-        return result.scaling, result.grads_finite
+        return result.loss_scale, result.grads_finite
 
     loss_scale = jmpx.DynamicLossScale(2.0**30)
     taken = 0

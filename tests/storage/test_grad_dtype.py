@@ -239,7 +239,7 @@ def test_what_overflows_in_the_last_cast_is_seen(factor, finite, scale):
         w = jnp.ones(2, dtype)
         result = gradients(w, grad_dtype=jnp.float16, **options)
         assert result.grads.dtype == jnp.float16 and result.grads_finite == finite
-        assert_same_bits(result.scaling, scaling.adjust(finite))
+        assert_same_bits(result.loss_scale, scaling.adjust(finite))
         assert gradients(w, **options).grads_finite
 
 

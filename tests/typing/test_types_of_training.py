@@ -65,19 +65,19 @@ def test_gradients(x: jax.Array) -> None:
     dynamic = jmpx.DynamicLossScale(8.0)
     policy = jmpx.get_policy_map("bf16-mixed")
     result = jmpx.grad(loss_fn, dynamic, policy=policy)(make_params(), x, scale=2.0)
-    assert_type(result.scaling, jmpx.DynamicLossScale)
+    assert_type(result.loss_scale, jmpx.DynamicLossScale)
     assert_type(result.grads_finite, jax.Array)
     assert isinstance(result.grads, Params)
     scaling, grads_finite, grads = result
     assert_type(scaling, jmpx.DynamicLossScale)
     assert_type(grads_finite, jax.Array)
-    assert scaling is result.scaling and grads is result.grads
+    assert scaling is result.loss_scale and grads is result.grads
     named: jmpx.types.Gradients[jmpx.DynamicLossScale] = result
-    assert named._fields == ("scaling", "grads_finite", "grads")
+    assert named._fields == ("loss_scale", "grads_finite", "grads")
 
     static = jmpx.StaticLossScale(8.0)
     with_aux = jmpx.grad(loss_and_count, static, has_aux=True, policy="c=bf16")(make_params(), x)
-    assert_type(with_aux.scaling, jmpx.StaticLossScale)
+    assert_type(with_aux.loss_scale, jmpx.StaticLossScale)
     assert_type(with_aux.grads_finite, jax.Array)
     assert_type(with_aux.aux, int)
     new_static, _, grads, aux = with_aux
@@ -85,7 +85,7 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(aux, int)
     assert isinstance(grads, Params) and aux == 8
     named_too: jmpx.types.GradientsAndAux[jmpx.StaticLossScale, int] = with_aux
-    assert named_too._fields == ("scaling", "grads_finite", "grads", "aux")
+    assert named_too._fields == ("loss_scale", "grads_finite", "grads", "aux")
 
 
 def test_values_and_gradients(x: jax.Array) -> None:
@@ -93,7 +93,7 @@ def test_values_and_gradients(x: jax.Array) -> None:
     policy = jmpx.get_policy_map("f32")
     result = jmpx.value_and_grad(loss_fn, noop, policy=policy)(make_params(), x, scale=2.0)
     assert_type(result.value, jax.Array)
-    assert_type(result.scaling, jmpx.NoOpLossScale)
+    assert_type(result.loss_scale, jmpx.NoOpLossScale)
     assert_type(result.grads_finite, jax.Array)
     assert isinstance(result.grads, Params)
     value, scaling, grads_finite, _ = result
@@ -105,7 +105,7 @@ def test_values_and_gradients(x: jax.Array) -> None:
     with_aux = grad_fn(make_params(), x)
     assert_type(with_aux.value, tuple[jax.Array, int])
     named: jmpx.types.ValueAndGradients[tuple[jax.Array, int], jmpx.NoOpLossScale] = with_aux
-    assert named._fields == ("value", "scaling", "grads_finite", "grads")
+    assert named._fields == ("value", "loss_scale", "grads_finite", "grads")
     (value, aux), scaling, _, grads = with_aux
     assert_type(value, jax.Array)
     assert_type(aux, int)
