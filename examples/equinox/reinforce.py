@@ -230,7 +230,8 @@ def train(step: Any, loss_scale: jmpx.LossScale, seed: int, progress: tqdm) -> n
     model = Transformer(model_key)
     state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), []
     for number in range(STEPS.value):
-        model, state, loss_scale, seen = step(model, state, loss_scale, jax.random.fold_in(key, number))
+        now = jax.random.fold_in(key, number)
+        model, state, loss_scale, seen = step(model, state, loss_scale, now)
         found.append([float(each) for each in seen])
         progress.update()
     return np.asarray(found)
