@@ -1,7 +1,7 @@
 // How the search orders what it finds, guides first, and which excerpts it shows.
 const GUIDES = [ // of two that fit as well, the first
   "policies", "loss_scaling", "autocast", "nonfinite", "start", "choosing", "which_way", "train_step",
-  "flags", "logging", "audit", "choose", "casts",
+  "flags", "logging", "audit", "choose", "casts", "production",
 ];
 
 var Scorer = {

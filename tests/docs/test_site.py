@@ -115,6 +115,11 @@ def test_no_page_loads_anything_from_elsewhere(site, pages):
         assert not OUTSIDE.search(file.read_text()), file
 
 
+def test_the_pages_are_one_text_too(site):
+    index, text = ((site / f"llms{kind}.txt").read_text() for kind in ("", "-full"))
+    assert "loss_scaling" in index and "jmpx.apply_policy(loss_fn," in text
+
+
 def test_names_of_jmpx_lead_to_the_reference(pages):
     assert "reference/debugging.html#jmpx.inspect.audit" in pages["audit.html"].links
     assert "jmpx.inspect.audit" in pages["reference/debugging.html"].ids
@@ -183,6 +188,10 @@ def test_pages_work_in_a_browser(server, browser, pages):
         ("GradScaler", "loss_scaling.html"),
         ("autocast", "autocast.html"),
         ("NaN", "nonfinite.html"),
+        ("telemetry", "production.html"),
+        ("license", "production.html"),
+        ("pickle", "production.html"),
+        ("production", "production.html"),
         ("first_nonfinite", "reference/debugging.html"),
         ("optimizer_update", "reference/gradients.html"),
     ],
