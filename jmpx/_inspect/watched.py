@@ -193,14 +193,14 @@ class _Watcher:
             return results, self.watch(state, site, *seen, trips)
         if inner.kind == "call":
             return self.evaluate(inner.jaxprs[0], operands, state, trips, site)
-        run, key = _RULES[inner.kind], site.key
+        run, key = getattr(self, f"_{inner.kind}"), site.key
         if not self.by_site:
-            return run(self, site, inner, operands, state, trips)
+            return run(site, inner, operands, state, trips)
         part = {each: state[each] for each in state if each[: len(key)] == key}
-        results, part = run(self, site, inner, operands, part, trips)
+        results, part = run(site, inner, operands, part, trips)
         return results, state | part
 
-    def scan(
+    def _scan(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         consts, carry, xs = inner.split(operands)
@@ -216,7 +216,7 @@ class _Watcher:
         (state, _, carry), ys = jax.lax.scan(body, (state, jnp.int32(0), carry), xs, **options)
         return [*carry, *ys], state
 
-    def while_loop(
+    def _while(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         consts, carry, _ = inner.split(operands)
@@ -235,7 +235,7 @@ class _Watcher:
         state, _, carry = jax.lax.while_loop(condition, body, (state, jnp.int32(0), carry))
         return carry, state
 
-    def cond(
+    def _cond(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         index, *operands = operands
@@ -247,7 +247,7 @@ class _Watcher:
             return branches[0](state, *operands)
         return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
 
-    def shard_map(
+    def _shard_map(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         reduce, params = self.reduce, site.equation.params
@@ -274,11 +274,3 @@ class _Watcher:
             check_vma=params["check_vma"],
         )
         return mapped(state, trips, *operands)
-
-
-_RULES = {
-    "scan": _Watcher.scan,
-    "while": _Watcher.while_loop,
-    "cond": _Watcher.cond,
-    "shard_map": _Watcher.shard_map,
-}
