@@ -63,6 +63,12 @@ class Program:
         """Whether `jmpx.autocast` took a policy map."""
         return "jmpx.autocast" in self.mapped_by
 
+    def as_step(self) -> tuple[Callable[..., PyTree], tuple[jax.ShapeDtypeStruct, ...]]:
+        """Returns the program as a function of its inputs, and their shapes."""
+        step = lambda *arrays: core.evaluate(self.jaxpr, arrays)  # noqa: E731
+        step.__name__ = self.name
+        return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals)
+
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
 

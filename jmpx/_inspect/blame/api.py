@@ -32,6 +32,7 @@ from jmpx._inspect.text import columns, error_text, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.map_strings import parse_rule
+from jmpx._policies.maps import Rule
 from jmpx._scales.strings import MixedPrecisionLike
 
 Function: TypeAlias = Callable[..., PyTree]
@@ -401,6 +402,13 @@ def nodes_of(graph: Graph, points: Points) -> list[Node]:
     return [by_key[key] for key in points.order]
 
 
+def selects(rule: Rule, scope: str, by_operations: bool) -> bool:
+    """Whether a rule for a module or, by operations, a scope selects what is in a scope."""
+    around = itertools.accumulate(scope.split("/"), "{}/{}".format)
+    places = (each for each in around if each and (by_operations or module_of(each) is not None))
+    return any(matches_scope(rule, each) for each in places)
+
+
 def _rows(
     graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs, by: str | None
 ) -> list[Blamed]:
@@ -429,12 +437,10 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
     path, module, names, _ = where(node.scope)
     # Of a scope in a module, Equinox's has no path: its name selects it, in each module.
     paths = [path, f"*/{names}"] if module and names and by != "modules" else []
-    around = [*itertools.accumulate(node.scope.split("/"), "{}/{}".format)]
-    around = [each for each in around if by_operations or module_of(each) is not None]
     for select in filter(None, (*paths, node.selector)):
         with contextlib.suppress(ValueError):  # a name that no rule can hold
             rule = parse_rule(text := f"{select}: {policy}")
-            if not graph.selects_all(rule) and any(matches_scope(rule, each) for each in around):
+            if not graph.selects_all(rule) and selects(rule, node.scope, by_operations):
                 return text, ""
     place = node.place
     if place is None or not by_operations or place[:2] in calling(graph.program.jaxpr):

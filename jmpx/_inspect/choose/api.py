@@ -250,6 +250,7 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
+        measure(runs.batches[0].exact, runs.batches[0].exact)  # raises if the metric is none
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         strings = Strings(func, batches, program, runs, base, given, what).with_measure(measure)
         with progress(f"compiling {given!r}, then sets of rules tried", None) as done:
