@@ -104,8 +104,7 @@ class Choice(Report):
         """
         rows, bound = self.rows, self.bound
         names = [_lines(row.policy) for row in rows]
-        top = max([bound, *(row.error for row in rows)])
-        low = min([bound, *(row.error for row in rows if row.error)]) / 3  # stands for no error
+        known = [bound, *(row.error for row in rows if row.error)]
         height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
         figure = new_figure(7.2, height)
         errors, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -114,13 +113,14 @@ class Choice(Report):
             axes.set_axisbelow(True)
         colors = [ORANGE if row is self.chosen else SKY_BLUE for row in rows]
         places = range(len(rows))
-        errors.scatter([row.error or low for row in rows], places, s=60, c=colors)
+        errors.scatter([row.error for row in rows], places, s=60, c=colors)
         for place, row in enumerate(rows):
-            text = f"{row.error:.2g}" if row.error else "no error"
-            text, at = text + ", chosen" * (row is self.chosen), (row.error or low, place)
+            text = f"{row.error:.2g}" + ", chosen" * (row is self.chosen)
+            at = (row.error, place)
             errors.annotate(text, at, (0, 8), textcoords="offset points", ha="center")
-        errors.axvspan(low / 9, bound, color=GREEN, alpha=0.15, lw=0, zorder=0)
-        errors.set(xscale="log", xlim=(low / 3, 3 * top), ylim=(len(rows) - 0.4, -0.6))
+        errors.axvspan(0, bound, color=GREEN, alpha=0.15, lw=0, zorder=0)
+        errors.set_xscale("symlog", linthresh=min(known), linscale=0.5)  # 0 is linear
+        errors.set(xlim=(-min(known), 3 * max(known)), ylim=(len(rows) - 0.4, -0.6))
         errors.set_xlabel(f"error (in the shade: at most {bound:g})")
         errors.set_yticks(places, names, family="monospace", fontsize="small")
         bars = memory.barh(places, [row.memory / 2**20 for row in rows], 0.5, color=colors)
