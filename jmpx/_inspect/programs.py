@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
+from jmpx._base.messages import describe
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
@@ -97,9 +98,9 @@ def traced_program(
     """
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
-            f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
-            "and its arguments to the function that is returned; jmpx.inspect.compiled reads steps "
-            "that are lowered or compiled."
+            f"Expected a loss or a train step to look at, got {describe(fn)}: pass the function "
+            "itself, and its arguments to the function that is returned; jmpx.inspect.compiled "
+            "reads steps that are lowered or compiled."
         )
     call = _Call(fn, args, kwargs or {}, purpose=purpose)
     is_loss = None if with_gradient else False

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmpx._base.messages import describe, share_text
-from jmpx._base.trees import PyTree, is_array, spell
+from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.blame.api import blamed_runs, check_blamed
 from jmpx._inspect.blame.runs import Measure
 from jmpx._inspect.choose.search import LeftOut, Strings
@@ -289,8 +289,7 @@ def _measured(metric: Measure, results: list[Array], exact: list[Array]) -> floa
     if not (number := _number(error)) >= 0:
         raise ValueError(
             "Expected metric= to return the error, a number from 0 on, got "
-            f"{spell(error) if is_array(error) and error.ndim else describe(error)}: return for "
-            "example a norm of the differences, as a float."
+            f"{describe(error)}: return for example a norm of the differences, as a float."
         )
     return number
 
