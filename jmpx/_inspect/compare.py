@@ -24,7 +24,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
-from jmpx._inspect.text import columns, count_text, error_text, short_names
+from jmpx._inspect.text import count_text, error_text, short_names
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
@@ -164,10 +164,9 @@ class Comparison(Report):
             text = ", ".join(f"{key} {error_text(number)}" for key, number in numbers.items())
             yield f"Log-probabilities, {found.size:,} numbers: {text}"
         if self.unpaired:
-            rows = [[o.scope, o.of, str(list(o.shape)), str(o.place or "")] for o in self.unpaired]
-            more = [f"... and {len(rows) - _FEW} more"] * (len(rows) > _FEW)
-            lines = ["Without a pair that agrees in float32:", *columns(rows[:_FEW]), *more]
-            yield "\n".join(lines)
+            rows = [["without a pair that agrees in float32", "of", "shape", "line"]]
+            rows += [[o.scope, o.of, str(list(o.shape)), str(o.place or "")] for o in self.unpaired]
+            yield Table(rows, most=_FEW)
 
 
 # --- Outputs of scopes ---
@@ -250,8 +249,7 @@ def _run(
             lengths = [eqn.params["length"] for eqn in site.loops]
             avals = [var.aval for var in site.equation.outvars]
             empty[site.key] = [widened(jnp.zeros((*lengths, *x.shape), x.dtype)) for x in avals]
-        options = {"run": run, "constant": constant, "by_site": True}
-        results, numbers = evaluate(jaxpr, arrays, watch, empty, **options)
+        results, numbers = evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant)
         return [*map(widened, results)], numbers
 
     results, numbers = run_all(arrays)

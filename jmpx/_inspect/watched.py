@@ -124,7 +124,6 @@ def evaluate(
     run: Run = core.bind,
     constant: Constant = lambda array: array,
     reduce: Callable[[State, tuple[str, ...]], State] | None = None,
-    by_site: bool = False,
     step: Step | None = None,
 ) -> tuple[list[Array], State]:
     """Runs a jaxpr under a watcher of its equations; returns the results and the last state.
@@ -137,18 +136,17 @@ def evaluate(
         arrays: its operands.
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
             and dtypes of the old one. `trips` has the trip of each of `site.loops`, from 0.
-        state: a pytree of arrays.
+        state: a pytree of arrays. If it is a dict by the keys of sites, `watch` changes the value
+            of its own site only, and a loop carries only the values of the sites in it, which
+            compiles much faster.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
-        by_site: whether the state is a dict by the keys of sites, of which `watch` changes the
-            value of its own site only. A loop then carries only the values of the sites in it,
-            which compiles much faster.
         step: `step(state, site, operands, trips)` returns the results of an equation that holds no
             jaxpr, and the new state, in place of `run` and `watch`.
     """
-    watcher = _Watcher(watch, run, constant, reduce, by_site, step)
+    watcher = _Watcher(watch, run, constant, reduce, step)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
         return watcher.evaluate(jaxpr, arrays, state, (), Site(None))
 
@@ -161,7 +159,6 @@ class _Watcher:
     run: Run
     constant: Constant
     reduce: Callable[..., PyTree] | None
-    by_site: bool
     instead: Step | None
 
     def evaluate(
@@ -194,7 +191,7 @@ class _Watcher:
         if inner.kind == "call":
             return self.evaluate(inner.jaxprs[0], operands, state, trips, site)
         run, key = getattr(self, f"_{inner.kind}"), site.key
-        if not self.by_site:
+        if not isinstance(state, dict):
             return run(site, inner, operands, state, trips)
         part = {each: state[each] for each in state if each[: len(key)] == key}
         results, part = run(site, inner, operands, part, trips)

@@ -237,11 +237,11 @@ def blame(
         the memory of about four gradients in float32.
 
     Raises:
-        TypeError: when called, if `func` is not callable, a batch is no tuple, or an argument is a
-            shape or traced.
-        ValueError: if `by` or `of` is none of the words; when called, if there are no batches or
-            they differ in shapes, nothing is rounded to 16 bits, no result is floating, a result is
-            not finite, or the program holds a `jax.shard_map`.
+        TypeError: when called, if `func` is not callable, there are no batches or one is no tuple,
+            or an argument is a shape or traced.
+        ValueError: if `by` or `of` is none of the words; when called, if batches differ in shapes,
+            nothing is rounded to 16 bits, no result is floating, a result is not finite, or the
+            program holds a `jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -297,17 +297,13 @@ def blamed_runs(
     func: Function, policy: MixedPrecisionLike | None, batches: Batches, with_gradient: bool = True
 ) -> tuple[Program, Runs]:
     """Traces a function under a policy; returns its program and its runs on the batches."""
-    if not batches:
-        raise ValueError(
-            "Expected batches, got none: give some, each the tuple of the function's arguments."
+    others = {type(batch) for batch in batches} - {tuple}
+    if others or not batches:
+        got = ", ".join(sorted(f"one of type {cls.__name__}" for cls in others)) or "none"
+        raise TypeError(
+            f"Expected batches that are tuples of the arguments of the function, got {got}: write "
+            "each as a tuple of its own, as in (params, x), (params, x2)."
         )
-    for batch in batches:
-        if type(batch) is not tuple:
-            raise TypeError(
-                "Expected batches that are tuples of the arguments of the function, got one "
-                f"of type {type(batch).__name__}: write each as a tuple of its own, as in "
-                "(params, x), (params, x2)."
-            )
     applied = func if policy is None else apply_policy(func, policy)
     with progress(f"compiling and running {name_of(func)} in float32", len(batches)) as done:
         exact = program = traced_program(applied, batches[0], None, with_gradient, RUN)

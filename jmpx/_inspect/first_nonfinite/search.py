@@ -129,9 +129,7 @@ class Search:
                 state[_level_of(site)].see(site, *seen)
             return state
 
-        results, state = self._evaluate(
-            constant, arrays, watch, state, reduce=_joined, by_site=True
-        )
+        results, state = self._evaluate(constant, arrays, watch, state, reduce=_joined)
         notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
         inputs, outputs = (state[()].largest(each) for each in (arrays, results))
         return [notes[key] for key in self.watched], inputs, outputs
