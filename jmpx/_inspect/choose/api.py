@@ -103,7 +103,7 @@ class Choice(Report):
             ValueError: if matplotlib knows no such format.
         """
         rows, bound = self.rows, self.bound
-        names = [_lines(row.policy) for row in rows]
+        names = [row.policy.replace("; ", "\n") for row in rows]
         known = [bound, *(row.error for row in rows if row.error)]
         height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
         figure = new_figure(7.2, height)
@@ -153,12 +153,6 @@ class Choice(Report):
             end = f"--mp_policy={shlex.quote(chosen.policy)}"
         reasons = [f"{each.policy}: left out, as {each.why}." for each in self.left_out]
         yield "\n".join([end, *reasons, *self.notes])
-
-
-def _lines(policy: str) -> str:
-    """Returns a policy string with a line for each of its parts."""
-    parts = policy.split("; ")
-    return "\n".join([*parts[:6], *([f"and {len(parts) - 6} more"] if len(parts) > 6 else [])])
 
 
 # --- The choice ---
