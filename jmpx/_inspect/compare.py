@@ -24,7 +24,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
-from jmpx._inspect.text import count_text, error_text, short_names
+from jmpx._inspect.text import count_text, error_text, paths_around, short_names
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
@@ -213,21 +213,15 @@ def _leaving(graph: Graph) -> Iterator[_Kept]:
     for node in graph.nodes:
         if node.is_structure or node.in_while:
             continue
-        around = [path for path in _around(node.path) if path in paths]
+        around = [path for path in paths_around(node.path) if path in paths]
         for index, value in enumerate(node.results):
             if not around or not is_floating_dtype(value.dtype):
                 continue
-            readers = [_around(reader.path) for reader in value.readers]
+            readers = [paths_around(reader.path) for reader in value.readers]
             readers += [[]] if value.is_output else []
             scopes = tuple(s for s in around if any(s not in each for each in readers))
             if scopes:
                 yield node, index, scopes
-
-
-def _around(path: str) -> list[str]:
-    """Returns a path and the paths around it, the innermost first."""
-    parts = path.split("/") if path else []
-    return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _run(

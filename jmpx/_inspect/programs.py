@@ -4,6 +4,7 @@ A loss is differentiated in its first argument; a step computes its own gradient
 loss if it returns a floating scalar: see `_is_loss`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -104,12 +105,10 @@ def traced_program(
         )
     call = _Call(fn, args, kwargs or {}, purpose=purpose)
     is_loss = None if with_gradient else False
-    try:
+    # A module that marks its calls is of another class. So the function cannot join it with a part
+    # of the module that it closes over, as `eqx.combine` would.
+    with contextlib.suppress(TypeError, ValueError):
         return _traced_program(call, is_loss)
-    except (TypeError, ValueError):
-        # A module that marks its calls is of another class. So the function cannot join it with a
-        # part of the module that it closes over, as `eqx.combine` would.
-        pass
     return _traced_program(call._replace(marks_objects=False), is_loss)
 
 

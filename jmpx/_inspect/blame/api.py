@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -28,7 +27,7 @@ from jmpx._inspect.running import (
     relative_error,
     with_arrays,
 )
-from jmpx._inspect.text import columns, error_text, short_names
+from jmpx._inspect.text import columns, error_text, paths_around, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.map_strings import parse_rule
@@ -400,8 +399,8 @@ def nodes_of(graph: Graph, points: Points) -> list[Node]:
 
 def selects(rule: Rule, scope: str, by_operations: bool) -> bool:
     """Whether a rule for a module or, by operations, a scope selects what is in a scope."""
-    around = itertools.accumulate(scope.split("/"), "{}/{}".format)
-    places = (each for each in around if each and (by_operations or module_of(each) is not None))
+    around = paths_around(scope)
+    places = (each for each in around if by_operations or module_of(each) is not None)
     return any(matches_scope(rule, each) for each in places)
 
 

@@ -21,6 +21,7 @@ from jmpx._inspect.audit.values import number_of
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
+from jmpx._inspect.text import paths_around
 from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array
@@ -198,9 +199,8 @@ class Range:
         """Whether this is a scope, or inside of it, or inside of a scope that it selects."""
         if not scope:
             return not self.scope
-        names, rule = self.scope.split("/"), Rule(scope)
-        outer = ("/".join(names[:end]) for end in range(1, len(names) + 1))
-        return any(path == scope or rule.matches_scope(path) for path in outer)
+        rule, around = Rule(scope), paths_around(self.scope)
+        return any(path == scope or rule.matches_scope(path) for path in around)
 
 
 # --- The equations that count, and their scopes ---
