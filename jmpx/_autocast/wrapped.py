@@ -18,7 +18,7 @@ from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, 
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype, region_setting
 from jmpx._base.made_once import made_once
-from jmpx._base.messages import check_runs_at_once, user_stacklevel
+from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel
 from jmpx._base.stateful import (
     Arguments,
     Changes,
@@ -318,8 +318,8 @@ def autocast(
         return functools.partial(autocast, policy=policy, output=output, save=save)
     if not callable(fn) or is_dtype(fn):
         raise TypeError(
-            f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
-            " or decorate the function with @jmpx.autocast(policy=...)."
+            f"Expected a function to run under autocast, got {describe(fn)}: write "
+            "jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)."
         )
     check_runs_at_once(fn)
     policy_map = get_policy_map(policy)

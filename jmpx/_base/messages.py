@@ -31,8 +31,18 @@ from typing import (
 )
 
 import jax
+import jax.core
+import numpy as np
 
-_REPR = reprlib.Repr()
+
+class _Repr(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        is_array = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+        has_many = is_array and x.ndim > 0
+        return f"{x.dtype}{list(x.shape)}" if has_many else super().repr_instance(x, level)
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
@@ -79,7 +89,10 @@ def warn(message: str) -> None:
 
 
 def describe(value: object) -> str:
-    """Returns the `repr` of any value on one line, shortened if it is long or deeply nested."""
+    """Returns the `repr` of any value on one line, shortened if it is long or deeply nested.
+
+    Of an array it is the dtype and the shape, such as `float32[2, 3]`.
+    """
     try:
         text = _REPR.repr(value)
     except ValueError:  # Python refuses to write integers of several thousand digits.

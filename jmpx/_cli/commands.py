@@ -274,7 +274,6 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
     """Returns a function of a policy that returns the gradient of a loss, and its shapes."""
     from jmpx._adapters.applying import apply_policy
     from jmpx._inspect.programs import traced_program
-    from jmpx._jaxprs import core
 
     program = traced_program(loss, args)
     if not program.is_differentiated:
@@ -285,10 +284,8 @@ def _gradients(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Callabl
 
     def make_step(policy: str) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
         policy_map = get_mixed_precision(policy).policy_map
-        jaxpr = traced_program(apply_policy(loss, policy_map), args).jaxpr
-        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
-        step.__name__ = f"the gradients of {program.name}"
-        return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)
+        traced = traced_program(apply_policy(loss, policy_map), args)
+        return dataclasses.replace(traced, name=f"the gradients of {program.name}").as_step()
 
     return make_step
 

@@ -24,8 +24,8 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
-from jmpx._inspect.text import columns, count_text, error_text, short_names
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, stored
+from jmpx._inspect.text import count_text, error_text, paths_around, short_names
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
 
@@ -164,10 +164,9 @@ class Comparison(Report):
             text = ", ".join(f"{key} {error_text(number)}" for key, number in numbers.items())
             yield f"Log-probabilities, {found.size:,} numbers: {text}"
         if self.unpaired:
-            rows = [[o.scope, o.of, str(list(o.shape)), str(o.place or "")] for o in self.unpaired]
-            more = [f"... and {len(rows) - _FEW} more"] * (len(rows) > _FEW)
-            lines = ["Without a pair that agrees in float32:", *columns(rows[:_FEW]), *more]
-            yield "\n".join(lines)
+            rows = [["without a pair that agrees in float32", "of", "shape", "line"]]
+            rows += [[o.scope, o.of, str(list(o.shape)), str(o.place or "")] for o in self.unpaired]
+            yield Table(rows, most=_FEW)
 
 
 # --- Outputs of scopes ---
@@ -199,13 +198,12 @@ def _outputs_of(program: Program) -> list[Output]:
     found = list[Output]()
     for (node, index, scopes), *both in zip(kept, wide[0], written[0], strict=True):
         data = (node.is_backward, node.place, node.results[index].dtype.name)
-        numbers = [*map(_in_float32, both)]
+        numbers = [*map(np.asarray, both)]
         found += [Output(scope, *data, *numbers) for scope in scopes]
     for value, *both in zip(graph.outputs, wide[1], written[1], strict=True):
         if is_floating_dtype(value.dtype):
-            place = None if value.node is None else value.node.place
-            data = (_RESULT, False, place, value.dtype.name)
-            found.append(Output(*data, *map(_in_float32, both)))
+            data = (value.node and value.node.place, value.dtype.name)
+            found.append(Output(_RESULT, False, *data, *map(np.asarray, both)))
     return found
 
 
@@ -215,61 +213,41 @@ def _leaving(graph: Graph) -> Iterator[_Kept]:
     for node in graph.nodes:
         if node.is_structure or node.in_while:
             continue
-        around = [path for path in _around(node.path) if path in paths]
+        around = [path for path in paths_around(node.path) if path in paths]
         for index, value in enumerate(node.results):
             if not around or not is_floating_dtype(value.dtype):
                 continue
-            readers = [_around(reader.path) for reader in value.readers]
+            readers = [paths_around(reader.path) for reader in value.readers]
             readers += [[]] if value.is_output else []
             scopes = tuple(s for s in around if any(s not in each for each in readers))
             if scopes:
                 yield node, index, scopes
 
 
-def _around(path: str) -> list[str]:
-    """Returns a path and the paths around it, the innermost first."""
-    parts = path.split("/") if path else []
-    return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
 def _run(
     jaxpr: Jaxpr, kept: list[_Kept], arrays: list[Array], run: Run, constant: Constant
 ) -> tuple[list[Array], list[Array]]:
-    """Runs a program, and returns the arrays to keep, and its results."""
-    indices: dict[SiteKey, list[int]] = {}
-    for node, index, _ in kept:
-        indices.setdefault(key_of(node), []).append(index)
+    """Runs a program, and returns the arrays to keep, and its results, in float32."""
+    wanted = {key_of(node) for node, _, _ in kept}
 
     def watch(
         state: _Numbers, site: Site, operands: list[Array], results: list[Array], trips: Trips
     ) -> _Numbers:
-        if site.key not in indices:
-            return state
-        new = [results[index] for index in indices[site.key]]
-        return stored(state, site, new, trips)
+        new = [*map(widened, results)]
+        return stored(state, site, new, trips) if site.key in wanted else state
 
     @jax.jit
     def run_all(arrays: list[Array]) -> tuple[list[Array], _Numbers]:
-        empty: _Numbers = {key: [] for key in indices}
-        for node, index, _ in kept:
-            value = node.results[index]
-            dtype = np.float32 if run is run_widened and value.dtype.itemsize < 4 else value.dtype
-            empty[key_of(node)].append(jnp.zeros((*_lengths(node), *value.shape), dtype))
-        return evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant, by_site=True)
+        empty: _Numbers = {}
+        for site in (site for site in sites(jaxpr) if site.key in wanted):
+            lengths = [eqn.params["length"] for eqn in site.loops]
+            avals = [var.aval for var in site.equation.outvars]
+            empty[site.key] = [widened(jnp.zeros((*lengths, *x.shape), x.dtype)) for x in avals]
+        results, numbers = evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant)
+        return [*map(widened, results)], numbers
 
     results, numbers = run_all(arrays)
-    taken = {key: iter(arrays) for key, arrays in numbers.items()}
-    return [next(taken[key_of(node)]) for node, _, _ in kept], results
-
-
-def _lengths(node: Node) -> list[int]:
-    """Returns the lengths of the scans around a node, the outermost first."""
-    loops = [each.eqn for each in node.outwards if each.eqn.primitive.name == "scan"]
-    return [eqn.params["length"] for eqn in reversed(loops)]
-
-
-def _in_float32(array: Array) -> np.ndarray:
-    return np.asarray(widened(jnp.asarray(array)))
+    return [numbers[key_of(node)][index] for node, index, _ in kept], results
 
 
 # --- Pairs: outputs that are the same numbers ---

@@ -17,6 +17,7 @@ from jax import lax
 
 from jmpx._base.dtypes import SUMMED_IN_FLOAT32, DTypeLike, as_dtype, dtype_name
 from jmpx._base.formats import E4M3, E5M2, rounded_to
+from jmpx._base.messages import describe
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
@@ -171,7 +172,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = LOW_DTYPES) -> _Func
         (2.03125, 2.03125)
     """
     if not callable(func):
-        raise TypeError(f"Expected a function to emulate, got {func!r}: pass the function itself.")
+        raise TypeError(f"Expected a function to emulate, got {describe(func)}: pass it itself.")
     if isinstance(formats, str):
         raise TypeError(f"Expected a list of formats, got {formats!r}: write [{formats!r}].")
     names = [dtype_name(as_dtype(each)) for each in formats]

@@ -4,6 +4,7 @@ A loss is differentiated in its first argument; a step computes its own gradient
 loss if it returns a floating scalar: see `_is_loss`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
+from jmpx._base.messages import describe
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
 from jmpx._jaxprs import core
@@ -63,6 +65,12 @@ class Program:
         """Whether `jmpx.autocast` took a policy map."""
         return "jmpx.autocast" in self.mapped_by
 
+    def as_step(self) -> tuple[Callable[..., PyTree], tuple[jax.ShapeDtypeStruct, ...]]:
+        """Returns the program as a function of its inputs, and their shapes."""
+        step = lambda *arrays: core.evaluate(self.jaxpr, arrays)  # noqa: E731
+        step.__name__ = self.name
+        return step, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals)
+
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
 
@@ -91,18 +99,16 @@ def traced_program(
     """
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
-            f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
-            "and its arguments to the function that is returned; jmpx.inspect.compiled reads steps "
-            "that are lowered or compiled."
+            f"Expected a loss or a train step to look at, got {describe(fn)}: pass the function "
+            "itself, and its arguments to the function that is returned; jmpx.inspect.compiled "
+            "reads steps that are lowered or compiled."
         )
     call = _Call(fn, args, kwargs or {}, purpose=purpose)
     is_loss = None if with_gradient else False
-    try:
+    # A module that marks its calls is of another class. So the function cannot join it with a part
+    # of the module that it closes over, as `eqx.combine` would.
+    with contextlib.suppress(TypeError, ValueError):
         return _traced_program(call, is_loss)
-    except (TypeError, ValueError):
-        # A module that marks its calls is of another class. So the function cannot join it with a
-        # part of the module that it closes over, as `eqx.combine` would.
-        pass
     return _traced_program(call._replace(marks_objects=False), is_loss)
 
 

@@ -116,12 +116,6 @@ def progress(what: str, total: int | None) -> Iterator[Advance]:
 
 # --- float32 in place of 16 bits ---
 
-# The equations of these hold a jaxpr for the traced dtypes, and cannot be bound to others.
-_SCATTERS: dict[str, Callable[..., Array]] = {
-    name: getattr(lax, name)
-    for name in ("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
-}
-
 
 def is_narrow(dtype: object, wide: np.dtype = _FLOAT32) -> bool:
     """Whether something is a floating dtype of fewer bits than a wide one."""
@@ -153,9 +147,9 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
         dtype = operands[0].dtype
         is_wide = is_floating_dtype(dtype) and not is_narrow(dtype, wide)  # float64 stays float64
         return [operands[0] if is_wide else lax.convert_element_type(operands[0], wide)]
-    if name in _SCATTERS:
+    if name.startswith("scatter"):  # it holds a jaxpr for the traced dtypes
         keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [_SCATTERS[name](*operands, **{key: eqn.params[key] for key in keys})]
+        return [getattr(lax, name)(*operands, **{key: eqn.params[key] for key in keys})]
     entry = lookup(eqn)
     if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
         as_traced = [
@@ -209,17 +203,16 @@ class CompileCache:
     def __init__(self, jaxpr: Jaxpr, runs_often: bool = False, is_shared: bool = True) -> None:
         self.runs_often = runs_often
         self.consts = list(constants(jaxpr))
-        self.own: dict[Hashable, Callable[..., PyTree]] = {}
         first: dict[int, int] = {}
         same = tuple(first.setdefault(id(const), i) for i, const in enumerate(self.consts))
         # Constants other than arrays, such as references, stay in the jaxpr.
         is_alone = not is_shared or is_opaque(jaxpr)
         is_alone |= not all(isinstance(c, ARRAYS) for c in self.consts)
-        self.key = None if is_alone else (structure(jaxpr), same)
+        self.key: Hashable = object() if is_alone else (structure(jaxpr), same)
         try:
             hash(self.key)
         except TypeError:  # a parameter of an equation has no hash
-            self.key = None
+            self.key = object()
 
     def run(self, fn: Callable[..., R], arguments: tuple[PyTree, ...], *depends_on: Hashable) -> R:
         """Returns `fn(constant, *arguments)`, compiled.
@@ -234,23 +227,15 @@ class CompileCache:
             given = dict(zip(map(id, self.consts), consts, strict=True))
             return fn(lambda array: given.get(id(array), array), *arguments)
 
-        if self.key is None:
-            program = self.own.setdefault(depends_on, _new_program(self.runs_often))
-        else:
-            program = _program((self.key, depends_on), self.runs_often)
         before = _traced.set(traced)
         try:
-            return program(arguments, self.consts)
+            return _program((self.key, depends_on), self.runs_often)(arguments, self.consts)
         finally:
             _traced.reset(before)
-
-
-def _new_program(runs_often: bool) -> Callable[..., PyTree]:
-    options = _AS_WRITTEN if runs_often else _ONCE
-    return jax.jit(lambda *args: _traced.get()(*args), compiler_options=options)
 
 
 @functools.lru_cache(maxsize=16)
 def _program(key: Hashable, runs_often: bool) -> Callable[..., PyTree]:
     """Returns the function of a structure, which refers to none of its jaxprs."""
-    return _new_program(runs_often)
+    options = _AS_WRITTEN if runs_often else _ONCE
+    return jax.jit(lambda *args: _traced.get()(*args), compiler_options=options)

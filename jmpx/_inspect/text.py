@@ -1,5 +1,6 @@
 """Numbers, dtypes, policies and tables as reports and commands print them."""
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -35,6 +36,11 @@ def _scaled(number: float, base: int, units: Sequence[str]) -> str:
 def error_text(error: float) -> str:
     """Returns a relative error, such as `1.2e-03`."""
     return "0" if error == 0 else f"{error:.1e}"
+
+
+def paths_around(path: str) -> list[str]:
+    """Returns a path and the paths around it, the innermost first; none of an empty path."""
+    return [*itertools.accumulate(path.split("/"), "{}/{}".format)][::-1] if path else []
 
 
 def count_text(count: int, noun: str) -> str:

@@ -124,7 +124,6 @@ def evaluate(
     run: Run = core.bind,
     constant: Constant = lambda array: array,
     reduce: Callable[[State, tuple[str, ...]], State] | None = None,
-    by_site: bool = False,
     step: Step | None = None,
 ) -> tuple[list[Array], State]:
     """Runs a jaxpr under a watcher of its equations; returns the results and the last state.
@@ -137,18 +136,17 @@ def evaluate(
         arrays: its operands.
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
             and dtypes of the old one. `trips` has the trip of each of `site.loops`, from 0.
-        state: a pytree of arrays.
+        state: a pytree of arrays. If it is a dict by the keys of sites, `watch` changes the value
+            of its own site only, and a loop carries only the values of the sites in it, which
+            compiles much faster.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
-        by_site: whether the state is a dict by the keys of sites, of which `watch` changes the
-            value of its own site only. A loop then carries only the values of the sites in it,
-            which compiles much faster.
         step: `step(state, site, operands, trips)` returns the results of an equation that holds no
             jaxpr, and the new state, in place of `run` and `watch`.
     """
-    watcher = _Watcher(watch, run, constant, reduce, by_site, step)
+    watcher = _Watcher(watch, run, constant, reduce, step)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
         return watcher.evaluate(jaxpr, arrays, state, (), Site(None))
 
@@ -161,7 +159,6 @@ class _Watcher:
     run: Run
     constant: Constant
     reduce: Callable[..., PyTree] | None
-    by_site: bool
     instead: Step | None
 
     def evaluate(
@@ -193,14 +190,14 @@ class _Watcher:
             return results, self.watch(state, site, *seen, trips)
         if inner.kind == "call":
             return self.evaluate(inner.jaxprs[0], operands, state, trips, site)
-        run, key = _RULES[inner.kind], site.key
-        if not self.by_site:
-            return run(self, site, inner, operands, state, trips)
+        run, key = getattr(self, f"_{inner.kind}"), site.key
+        if not isinstance(state, dict):
+            return run(site, inner, operands, state, trips)
         part = {each: state[each] for each in state if each[: len(key)] == key}
-        results, part = run(self, site, inner, operands, part, trips)
+        results, part = run(site, inner, operands, part, trips)
         return results, state | part
 
-    def scan(
+    def _scan(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         consts, carry, xs = inner.split(operands)
@@ -216,7 +213,7 @@ class _Watcher:
         (state, _, carry), ys = jax.lax.scan(body, (state, jnp.int32(0), carry), xs, **options)
         return [*carry, *ys], state
 
-    def while_loop(
+    def _while(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         consts, carry, _ = inner.split(operands)
@@ -235,7 +232,7 @@ class _Watcher:
         state, _, carry = jax.lax.while_loop(condition, body, (state, jnp.int32(0), carry))
         return carry, state
 
-    def cond(
+    def _cond(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         index, *operands = operands
@@ -247,7 +244,7 @@ class _Watcher:
             return branches[0](state, *operands)
         return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
 
-    def shard_map(
+    def _shard_map(
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> Results:
         reduce, params = self.reduce, site.equation.params
@@ -274,11 +271,3 @@ class _Watcher:
             check_vma=params["check_vma"],
         )
         return mapped(state, trips, *operands)
-
-
-_RULES = {
-    "scan": _Watcher.scan,
-    "while": _Watcher.while_loop,
-    "cond": _Watcher.cond,
-    "shard_map": _Watcher.shard_map,
-}

@@ -11,7 +11,7 @@ import jax
 import jax.core
 from jax.ad_checkpoint import checkpoint_name
 
-from jmpx._base.messages import check_runs_at_once, user_stacklevel
+from jmpx._base.messages import check_runs_at_once, describe, user_stacklevel
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, call
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
@@ -233,7 +233,7 @@ def remat(fn: Callable[..., Any] | None = None, save: Words = "products") -> Cal
         return functools.partial(remat, save=save)
     if not callable(fn):
         raise TypeError(
-            f"Expected a function whose backward pass keeps less, got {fn!r}: write "
+            f"Expected a function whose backward pass keeps less, got {describe(fn)}: write "
             "jmpx.remat(f) or decorate the function with @jmpx.remat."
         )
     check_runs_at_once(fn)

@@ -189,9 +189,7 @@ def check(fn, *args, jits=(jax.jit,)):
     none = {site.key: jnp.int32(0) for site in found}
     for jit in jits:
         plain = jit(lambda *arrays: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
-        run = jit(
-            lambda state, *arrays: watched.evaluate(jaxpr, arrays, counted, state, by_site=True)
-        )
+        run = jit(lambda state, *arrays: watched.evaluate(jaxpr, arrays, counted, state))
         results, counts = run(none, *arrays)
         assert_same_bits(results, plain(*arrays))
     return found, np.asarray([counts[site.key] for site in found])

@@ -208,5 +208,5 @@ def test_the_table_has_a_line_for_each_scope_of_which_the_worst_are_shown():
     large = Range("large", Histogram(((bin_of(20 << 23), 1),)))
     few = many_scopes(40, "scope")
     text = str(Ranges("step", (*few.activations, large), few.gradients))
-    assert "  large\n" in text and "... and 17 more scopes, which to_dict() holds" in text
+    assert "  large\n" in text and "... and 17 more, which to_dict() holds" in text
     assert sum("  scope_" in line for line in text.splitlines()) == 23

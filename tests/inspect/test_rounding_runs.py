@@ -14,7 +14,7 @@ import jmpx
 # Which sites round is a mask of these runs: no public function takes one.
 from jmpx._inspect.blame.api import blamed_runs, group_names, nodes_of
 from jmpx._inspect.choose.api import Choice, Tried, front
-from jmpx._inspect.choose.search import Sites, Strings, new_search, trailing_numbers_to_stars
+from jmpx._inspect.choose.search import Sites, Strings, _alike, new_search
 from jmpx._inspect.graph import Graph
 
 POLICY = "by=operations,c=bf16"
@@ -232,7 +232,7 @@ def test_rules_for_all_of_what_is_alike_are_one_rule(rng):
     mlps = ["block0/mlp", "block1/mlp", "block2/mlp"]
     assert sites.shortened(["op.add", *mlps, "op.exp"]) == ["op.add", "block*/mlp", "op.exp"]
     assert sites.shortened(mlps[:2]) == mlps[:2]
-    assert trailing_numbers_to_stars("net/conv2_d_1/block0/w2v") == "net/conv2_d_*/block*/w2v"
+    assert _alike("net/conv2_d_1/block0/w2v") == "net/conv2_d_*/block*/w2v"
     assert sites.shortened(["block0/norm", *mlps[1:]]) == ["block0/norm", *mlps[1:]]
 
 

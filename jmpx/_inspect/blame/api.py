@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -28,10 +27,11 @@ from jmpx._inspect.running import (
     relative_error,
     with_arrays,
 )
-from jmpx._inspect.text import columns, error_text, short_names
+from jmpx._inspect.text import columns, error_text, paths_around, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.map_strings import parse_rule
+from jmpx._policies.maps import Rule
 from jmpx._scales.strings import MixedPrecisionLike
 
 Function: TypeAlias = Callable[..., PyTree]
@@ -236,11 +236,11 @@ def blame(
         the memory of about four gradients in float32.
 
     Raises:
-        TypeError: when called, if `func` is not callable, a batch is no tuple, or an argument is a
-            shape or traced.
-        ValueError: if `by` or `of` is none of the words; when called, if there are no batches or
-            they differ in shapes, nothing is rounded to 16 bits, no result is floating, a result is
-            not finite, or the program holds a `jax.shard_map`.
+        TypeError: when called, if `func` is not callable, there are no batches or one is no tuple,
+            or an argument is a shape or traced.
+        ValueError: if `by` or `of` is none of the words; when called, if batches differ in shapes,
+            nothing is rounded to 16 bits, no result is floating, a result is not finite, or the
+            program holds a `jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -296,17 +296,13 @@ def blamed_runs(
     func: Function, policy: MixedPrecisionLike | None, batches: Batches, with_gradient: bool = True
 ) -> tuple[Program, Runs]:
     """Traces a function under a policy; returns its program and its runs on the batches."""
-    if not batches:
-        raise ValueError(
-            "Expected batches, got none: give some, each the tuple of the function's arguments."
+    others = {type(batch) for batch in batches} - {tuple}
+    if others or not batches:
+        got = ", ".join(sorted(f"one of type {cls.__name__}" for cls in others)) or "none"
+        raise TypeError(
+            f"Expected batches that are tuples of the arguments of the function, got {got}: write "
+            "each as a tuple of its own, as in (params, x), (params, x2)."
         )
-    for batch in batches:
-        if type(batch) is not tuple:
-            raise TypeError(
-                "Expected batches that are tuples of the arguments of the function, got one "
-                f"of type {type(batch).__name__}: write each as a tuple of its own, as in "
-                "(params, x), (params, x2)."
-            )
     applied = func if policy is None else apply_policy(func, policy)
     with progress(f"compiling and running {name_of(func)} in float32", len(batches)) as done:
         exact = program = traced_program(applied, batches[0], None, with_gradient, RUN)
@@ -401,6 +397,13 @@ def nodes_of(graph: Graph, points: Points) -> list[Node]:
     return [by_key[key] for key in points.order]
 
 
+def selects(rule: Rule, scope: str, by_operations: bool) -> bool:
+    """Whether a rule for a module or, by operations, a scope selects what is in a scope."""
+    around = paths_around(scope)
+    places = (each for each in around if by_operations or module_of(each) is not None)
+    return any(matches_scope(rule, each) for each in places)
+
+
 def _rows(
     graph: Graph, points: Points, groups: dict[str, list[int]], found: Costs, by: str | None
 ) -> list[Blamed]:
@@ -429,12 +432,10 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
     path, module, names, _ = where(node.scope)
     # Of a scope in a module, Equinox's has no path: its name selects it, in each module.
     paths = [path, f"*/{names}"] if module and names and by != "modules" else []
-    around = [*itertools.accumulate(node.scope.split("/"), "{}/{}".format)]
-    around = [each for each in around if by_operations or module_of(each) is not None]
     for select in filter(None, (*paths, node.selector)):
         with contextlib.suppress(ValueError):  # a name that no rule can hold
             rule = parse_rule(text := f"{select}: {policy}")
-            if not graph.selects_all(rule) and any(matches_scope(rule, each) for each in around):
+            if not graph.selects_all(rule) and selects(rule, node.scope, by_operations):
                 return text, ""
     place = node.place
     if place is None or not by_operations or place[:2] in calling(graph.program.jaxpr):

@@ -163,7 +163,6 @@ class Points:
             state,
             run=self._run_wide,
             constant=lambda array: widened(constant(array), self.wide),
-            by_site=True,
             step=step,
         )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmpx._base.messages import describe, share_text
-from jmpx._base.trees import PyTree, is_array, spell
+from jmpx._base.trees import PyTree, is_array
 from jmpx._inspect.blame.api import blamed_runs, check_blamed
 from jmpx._inspect.blame.runs import Measure
 from jmpx._inspect.choose.search import LeftOut, Strings
@@ -103,9 +103,8 @@ class Choice(Report):
             ValueError: if matplotlib knows no such format.
         """
         rows, bound = self.rows, self.bound
-        names = [_lines(row.policy) for row in rows]
-        top = max([bound, *(row.error for row in rows)])
-        low = min([bound, *(row.error for row in rows if row.error)]) / 3  # stands for no error
+        names = [row.policy.replace("; ", "\n") for row in rows]
+        known = [bound, *(row.error for row in rows if row.error)]
         height = 1.3 + sum(0.3 + 0.16 * len(name.splitlines()) for name in names)
         figure = new_figure(7.2, height)
         errors, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -114,13 +113,14 @@ class Choice(Report):
             axes.set_axisbelow(True)
         colors = [ORANGE if row is self.chosen else SKY_BLUE for row in rows]
         places = range(len(rows))
-        errors.scatter([row.error or low for row in rows], places, s=60, c=colors)
+        errors.scatter([row.error for row in rows], places, s=60, c=colors)
         for place, row in enumerate(rows):
-            text = f"{row.error:.2g}" if row.error else "no error"
-            text, at = text + ", chosen" * (row is self.chosen), (row.error or low, place)
+            text = f"{row.error:.2g}" + ", chosen" * (row is self.chosen)
+            at = (row.error, place)
             errors.annotate(text, at, (0, 8), textcoords="offset points", ha="center")
-        errors.axvspan(low / 9, bound, color=GREEN, alpha=0.15, lw=0, zorder=0)
-        errors.set(xscale="log", xlim=(low / 3, 3 * top), ylim=(len(rows) - 0.4, -0.6))
+        errors.axvspan(0, bound, color=GREEN, alpha=0.15, lw=0, zorder=0)
+        errors.set_xscale("symlog", linthresh=min(known), linscale=0.5)  # 0 is linear
+        errors.set(xlim=(-min(known), 3 * max(known)), ylim=(len(rows) - 0.4, -0.6))
         errors.set_xlabel(f"error (in the shade: at most {bound:g})")
         errors.set_yticks(places, names, family="monospace", fontsize="small")
         bars = memory.barh(places, [row.memory / 2**20 for row in rows], 0.5, color=colors)
@@ -153,12 +153,6 @@ class Choice(Report):
             end = f"--mp_policy={shlex.quote(chosen.policy)}"
         reasons = [f"{each.policy}: left out, as {each.why}." for each in self.left_out]
         yield "\n".join([end, *reasons, *self.notes])
-
-
-def _lines(policy: str) -> str:
-    """Returns a policy string with a line for each of its parts."""
-    parts = policy.split("; ")
-    return "\n".join([*parts[:6], *([f"and {len(parts) - 6} more"] if len(parts) > 6 else [])])
 
 
 # --- The choice ---
@@ -250,6 +244,7 @@ def choose(
 
     def call(*batches: tuple[PyTree, ...]) -> Choice:
         program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
+        measure(runs.batches[0].exact, runs.batches[0].exact)  # raises if the metric is none
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         strings = Strings(func, batches, program, runs, base, given, what).with_measure(measure)
         with progress(f"compiling {given!r}, then sets of rules tried", None) as done:
@@ -288,8 +283,7 @@ def _measured(metric: Measure, results: list[Array], exact: list[Array]) -> floa
     if not (number := _number(error)) >= 0:
         raise ValueError(
             "Expected metric= to return the error, a number from 0 on, got "
-            f"{spell(error) if is_array(error) and error.ndim else describe(error)}: return for "
-            "example a norm of the differences, as a float."
+            f"{describe(error)}: return for example a norm of the differences, as a float."
         )
     return number
 

@@ -1,31 +1,28 @@
 """Searches for a small set of parts that rules put into float32, so that a bound holds."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.rules import PRODUCTS
-from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
-from jmpx._inspect.blame.api import nodes_of, runs_of
+from jmpx._inspect.blame.api import nodes_of, runs_of, selects
 from jmpx._inspect.blame.lines import Lines
 from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.running import Advance, relative_error
-from jmpx._jaxprs import core
-from jmpx._jaxprs.marks import module_of
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 
@@ -101,16 +98,9 @@ class Sites:
 
     def selected(self, select: str) -> np.ndarray:
         """Returns the sites that a rule for a module or scope selects, inner ones included."""
-        rule, known = Rule(select), {"": False}
-
-        def is_selected(scope: str) -> bool:
-            if scope not in known:
-                is_place = self.by_operations or module_of(scope) is not None
-                around = is_selected(scope.rpartition("/")[0])
-                known[scope] = around or (is_place and matches_scope(rule, scope))
-            return known[scope]
-
-        return np.array([is_selected(node.scope) for node in self.nodes], bool)
+        rule, scopes = Rule(select), {node.scope for node in self.nodes}
+        known = {scope: selects(rule, scope, self.by_operations) for scope in scopes}
+        return np.array([known[node.scope] for node in self.nodes], bool)
 
     def shortened(self, selectors: Sequence[str]) -> list[str]:
         """Replaces selectors of modules and scopes by fewer ones that select the same sites."""
@@ -134,13 +124,7 @@ class Sites:
 
 def _alike(scope: str) -> str | None:
     """Returns the selector of a scope and of all scopes that differ from it in numbers alone."""
-    select = selector(scope)
-    return select and trailing_numbers_to_stars(select)
-
-
-def trailing_numbers_to_stars(path: str) -> str:
-    """Returns a path with `*` for the number at the end of each name, such as `conv2_d_*`."""
-    return re.sub(r"\d+(?=/|$)", "*", path)
+    return re.sub(r"\d+(?=/|$)", "*", selector(scope) or "") or None
 
 
 def _broad(scope: str) -> str | None:
@@ -160,22 +144,16 @@ class IslandSearch:
     Args:
         runs: the runs of the program.
         sites: its sites.
-        islands: the islands to try.
-        shares: the part of each in the squared error.
+        shares: the islands to try, and the part of each in the squared error.
         done: called after each set that is tried.
     """
 
     def __init__(
-        self,
-        runs: Runs,
-        sites: Sites,
-        islands: Sequence[Island],
-        shares: Sequence[float],
-        done: Advance,
+        self, runs: Runs, sites: Sites, shares: Mapping[Island, float], done: Advance
     ) -> None:
+        islands = sorted(shares, key=lambda island: (island.is_operation, -shares[island]))
         self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
-        is_last = [island.is_operation for island in islands]
-        self.order = sorted(range(len(islands)), key=lambda i: (is_last[i], -shares[i]))
+        self.order = list(range(len(islands)))
         # How many operands of products, and numbers in all, each island puts into float32.
         sites_points = runs.points.at.values()
         operands = np.array([size_of([p for p in each if p.is_operand]) for each in sites_points])
@@ -197,10 +175,6 @@ class IslandSearch:
     def error(self, chosen: Iterable[int]) -> float:
         """Returns the root mean square of the error where all but the chosen islands round."""
         return math.sqrt(float(np.mean(self.squares(chosen))))
-
-    def leave_out(self, numbers: Iterable[int]) -> None:
-        """Takes islands out of those that are tried."""
-        self.order = [number for number in self.order if number not in numbers]
 
     def selectors(self, chosen: Iterable[int]) -> list[str]:
         """Returns selectors of islands, as few as select the same."""
@@ -259,11 +233,7 @@ class IslandSearch:
 
 
 def new_search(
-    program: Program,
-    runs: Runs,
-    base: PolicyMap,
-    seed: int,
-    done: Advance,
+    program: Program, runs: Runs, base: PolicyMap, seed: int, done: Advance
 ) -> IslandSearch:
     """Returns the search among the islands whose own sites make half of their error or more."""
     graph = Graph(program)
@@ -274,7 +244,7 @@ def new_search(
     relative = dataclasses.replace(runs, measure=relative_error)
     found = costs(relative, [*(island.own for island in islands), others], seed, done)
     if not math.isfinite(found.squared):  # There are no estimates of what islands cost.
-        return IslandSearch(runs, sites, islands, [0.0] * len(islands), done)
+        return IslandSearch(runs, sites, dict.fromkeys(islands, 0.0), done)
 
     def is_worthwhile(island: Island) -> bool:
         own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
@@ -282,7 +252,7 @@ def new_search(
 
     parts = dict(zip(islands, map(float, found.parts), strict=False))
     kept = {island: part for island, part in parts.items() if is_worthwhile(island)}
-    return IslandSearch(runs, sites, [*kept], [*kept.values()], done)
+    return IslandSearch(runs, sites, kept, done)
 
 
 # --- Policy strings ---
@@ -332,35 +302,30 @@ class Strings:
         It is infinite if results are not finite, or if JAX refuses the function under the string.
         """
         if text not in self.errors:
-            program, error = self._tried(text), math.inf
-            if program is not None:
-                runs = runs_of(program, self.runs.batches, self.runs.measure, False)
-                try:
-                    error = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
-                except RuntimeError as failure:  # of XLA
-                    self._refuse(text, failure)
-            if math.isinf(error) and text not in self.left_out:
+            self.errors[text] = math.inf
+            with self._refusals(text):
+                runs = runs_of(self._traced(text), self.runs.batches, self.runs.measure, False)
+                self.errors[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
+            if math.isinf(self.errors[text]):
                 why = f"the {self.what} are not finite"
-                self.left_out[text] = LeftOut(text, "not finite", why)
-            self.errors[text] = error
+                self.left_out.setdefault(text, LeftOut(text, "not finite", why))
         return self.errors[text]
 
     def fails(self, text: str) -> bool:
-        """Whether a policy string is refused: see `_tried`."""
-        return text not in self.errors and self._tried(text) is None
+        """Whether the function is refused as it is traced under a string."""
+        if text not in self.errors:
+            with self._refusals(text):
+                self._traced(text)
+        return text not in self.errors and text in self.left_out
 
-    def _tried(self, text: str) -> Program | None:
-        """Returns the program under a string; None if it is refused, as for a widening carry."""
-        if text not in self.left_out:
-            try:
-                return self._traced(text)
-            except Exception as error:  # of JAX, of a framework, or of the function
-                self._refuse(text, error)
-        return None
-
-    def _refuse(self, text: str, error: Exception) -> None:
-        first = next(iter(str(error).splitlines()), "").rstrip(".:") or type(error).__name__
-        self.left_out[text] = LeftOut(text, "refused", f"it is refused: {first}")
+    @contextlib.contextmanager
+    def _refusals(self, text: str) -> Iterator[None]:
+        """Notes errors under a string, of JAX, of a framework, or of the function."""
+        try:
+            yield
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "").rstrip(".:") or type(error).__name__
+            self.left_out[text] = LeftOut(text, "refused", f"it is refused: {first}")
 
     def _traced(
         self, text: str, purpose: str = RUN, batch: tuple[PyTree, ...] | None = None
@@ -375,11 +340,7 @@ class Strings:
 
     def gradient(self, policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
         """Returns the function or its gradient as a step under a policy, and its shapes."""
-        jaxpr = self._traced(str(policy), SHOWN).jaxpr
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
-        step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
-        step.__name__ = self.program.name
-        return step, tuple(shapes)
+        return self._traced(str(policy), SHOWN).as_step()
 
     def with_measure(self, measure: Measure) -> "Strings":
         """Returns the strings with a measure, and with the program of the given one.
@@ -416,12 +377,12 @@ class Strings:
         why = f"the {self.what} are not finite, first by {found.operation} at {found.place}"
         text = f"{self.given}; {found.rule}"
         part, colon, _ = found.rule.partition(": ")  # there is none in a loss scale
-        is_new = colon and found.rule not in self.given
-        if not is_new or part.removeprefix("op.") in PRODUCTS or self.fails(text):
-            self.left_out[self.given] = LeftOut(self.given, "not finite", why)
-            return self
-        why += f"; first_nonfinite adds {found.rule!r}"
+        is_taken = bool(colon) and found.rule not in self.given and not self.fails(text)
+        is_taken &= part.removeprefix("op.") not in PRODUCTS
+        why += f"; first_nonfinite adds {found.rule!r}" * is_taken
         self.left_out[self.given] = LeftOut(self.given, "not finite", why)
+        if not is_taken:
+            return self
         mended = dataclasses.replace(self, base=get_policy_map(text), given=text)
         return mended.with_measure(self.runs.measure).without_overflow()
 
@@ -454,9 +415,9 @@ class Strings:
         text = held[-1]
         for select in _widest(Graph(self._traced(text)))[:_WIDEST]:
             wider = f"{text}; {select}: m=fp8"
-            program = self._tried(wider)
-            if program is None or not any(not each.why for each in in_eight_bits(Graph(program))):
-                continue  # none of its sizes suit, or it is in float32
+            products = () if self.fails(wider) else in_eight_bits(Graph(self._traced(wider)))
+            if all(each.why for each in products):
+                continue  # it is refused, none of its sizes suit, or it is in float32
             self.in_eight_bits.add(wider)
             if self.error(wider) > bound:
                 break
@@ -464,26 +425,24 @@ class Strings:
 
     def _searched(self, search: IslandSearch, bound: float) -> str:
         """Measures strings with some rules and with all that a bound needs; returns the last."""
+
+        def text(numbers: Sequence[int], policy: str = "full") -> str:
+            rules = (f"{selector}: {policy}" for selector in search.selectors(numbers))
+            return "; ".join([self.given, *rules])
+
         chosen = search.find(bound)
-        while self.fails(self._with_rules(search.selectors(chosen))):
-            alone = {number: self._with_rules(search.selectors([number])) for number in chosen}
-            search.leave_out([n for n, text in alone.items() if self.fails(text)] or chosen)
+        while self.fails(text(chosen)):
+            out = [number for number in chosen if self.fails(text([number]))] or chosen
+            search.order = [number for number in search.order if number not in out]
             chosen = search.find(bound)
-        selectors = search.selectors(chosen)
-        for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
-            self.error(self._with_rules(selectors[:count]))
-        written = self._with_rules(selectors)
+        for count in sorted({*np.linspace(0, len(chosen), _SETS, dtype=int).tolist()}):
+            self.error(text(chosen[:count]))
         for _ in range(_AGAIN):
-            if not self.error(written) > bound >= search.error(chosen):
+            if not self.error(text(chosen)) > bound >= search.error(chosen):
                 break
             # The policy is worse than its mask: search with a bound that is smaller by as much.
-            chosen = search.find(bound * search.error(chosen) / self.error(written))
-            selectors = search.selectors(chosen)
-            written = self._with_rules(selectors)
-        if self.error(written) > bound and self.base.way == "modules":
-            written = self._with_rules(selectors, "c=f32,o=f32")
-        self.error(written)
-        return written
-
-    def _with_rules(self, selectors: Sequence[str], policy: str = "full") -> str:
-        return "; ".join([self.given, *(f"{selector}: {policy}" for selector in selectors)])
+            chosen = search.find(bound * search.error(chosen) / self.error(text(chosen)))
+        if self.error(text(chosen)) > bound and self.base.way == "modules":
+            self.error(text(chosen, "c=f32,o=f32"))
+            return text(chosen, "c=f32,o=f32")
+        return text(chosen)

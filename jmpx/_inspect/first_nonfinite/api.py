@@ -236,13 +236,10 @@ def _scale_of(program: Program) -> _Scale | None:
     call = program.call
     leaves = jax.tree.leaves((call.fn, call.args, call.kwargs), is_leaf=is_scale)
     found = [leaf for leaf in leaves if is_scale(leaf) and np.ndim(leaf.loss_scale) == 0]
-    ids = {id(scale.loss_scale) for scale in found}
-    indices = tuple(i for i, array in enumerate(program.arrays) if id(array) in ids)
     numbers = {float(scale.loss_scale) for scale in found}
-    if found and not indices:  # beside an NNX module, arguments are copied; names stay
-        pairs = enumerate(zip(program.names, program.arrays, strict=True))
-        named = [(i, x) for i, (name, x) in pairs if name.endswith(".loss_scale")]
-        indices = tuple(i for i, x in named if not np.ndim(x) and float(x) in numbers)
+    named = [i for i, name in enumerate(program.names) if name.endswith(".loss_scale")]
+    arrays = program.arrays
+    indices = tuple(i for i in named if not np.ndim(arrays[i]) and float(arrays[i]) in numbers)
     if len(numbers) != 1 or not indices:
         return None
     return _Scale(numbers.pop(), max(scale.min_loss_scale for scale in found), indices)

@@ -13,7 +13,7 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._inspect.running import CompileCache, nodes_by_key
+from jmpx._inspect.running import CompileCache, key_of, nodes_by_key
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
@@ -129,9 +129,7 @@ class Search:
                 state[_level_of(site)].see(site, *seen)
             return state
 
-        results, state = self._evaluate(
-            constant, arrays, watch, state, reduce=_joined, by_site=True
-        )
+        results, state = self._evaluate(constant, arrays, watch, state, reduce=_joined)
         notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
         inputs, outputs = (state[()].largest(each) for each in (arrays, results))
         return [notes[key] for key in self.watched], inputs, outputs
@@ -326,7 +324,6 @@ class Flow:
         self.graph, self.search, self.arrays = graph, search, arrays
         self.seen = search.look(arrays)
         self.nodes = nodes_by_key(graph)
-        self.keys = {id(node): key for key, node in self.nodes.items()}
         pairs = zip(graph.inputs, self.seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
         while self._spread():  # again, because a loop carries values from its end to its start
@@ -354,7 +351,7 @@ class Flow:
         """Goes through the program once; returns whether a value got a worse number."""
         changed = False
         for node in self.graph.nodes:
-            worst = self.seen.worst.get(self.keys.get(id(node), ()))
+            worst = self.seen.worst.get(key_of(node))
             if worst is None:  # its results hold the numbers of its operands
                 worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
@@ -401,15 +398,12 @@ class Flow:
 
     def _event(self, node: Node) -> Event | None:
         """Returns the event of a node that made an infinity or a NaN."""
-        key = self.keys.get(id(node), ())
-        if key not in self.seen.worst:
-            return None
-        site = self.search.sites[key]
-        if site.loops:
+        key = key_of(node)
+        if key not in self.seen.worst or self.search.sites[key].loops:
             return self.seen.in_loops.get(key)
         worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)
         is_event = worst > before and (before == 0 or worst == NAN)
-        return self.search.event(site, before == 0) if is_event else None
+        return self.search.event(self.search.sites[key], before == 0) if is_event else None
 
     def _is_mask(self, value: Value) -> bool:
         """Whether infinities are intentional: in a literal, or if all are -inf."""

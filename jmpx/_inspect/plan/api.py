@@ -168,7 +168,7 @@ def plan(
     names = _names(policies)
     rules = [get_mixed_precision(policy).policy_map.rules for policy in policies]
     if not callable(make_step):
-        raise TypeError(f"Expected make_step to be a function of a policy, got {make_step!r}.")
+        raise TypeError(f"Expected make_step(policy), a function, got {describe(make_step)}.")
     reason = missing(target) if target else ""
     if target:  # JAX starts without the stack trace of a plugin that finds no chip here
         before = logging.root.manager.disable

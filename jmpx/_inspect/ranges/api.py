@@ -26,7 +26,7 @@ from jmpx._inspect.ranges.counting import (
 )
 from jmpx._inspect.reports import BLUE, GREEN, ORANGE, Report, Table, new_figure
 from jmpx._inspect.running import scale_text, with_arrays
-from jmpx._inspect.text import columns, count_text, refuse_arguments
+from jmpx._inspect.text import count_text, refuse_arguments
 from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE, format_number
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ class Ranges(Report):
         yield f"Ranges of {self.title} in float32: {counts}"
         if every.numbers:
             yield Table(_format_rows(self, scale), right=(2, 3, 4))
-        yield "\n".join(_scope_lines(self, scale))
+        yield "By scope, the magnitudes and what float16 does not hold:"
+        yield _scope_table(self, scale)
         yield "\n".join(_advice_lines(self, every, scale))
 
     def to_dict(self) -> dict[str, object]:
@@ -227,8 +228,11 @@ def _format_rows(found: Ranges, scale: float) -> list[list[str]]:
     return rows
 
 
-def _scope_lines(found: Ranges, scale: float) -> list[str]:
-    """Returns a table: the range of each scope, and the shares that float16 does not hold."""
+def _scope_table(found: Ranges, scale: float) -> Table:
+    """Returns the range of each scope, and the shares that float16 does not hold; the worst first.
+
+    Among the worst, and among the others, scopes are in the order of the program.
+    """
     kinds = [{each.scope: each.histogram for each in getattr(found, kind)} for kind in _KINDS]
     scopes = dict.fromkeys(scope for kind in kinds for scope in kind)
     pairs = {scope: [kind.get(scope, Histogram()) for kind in kinds] for scope in scopes}
@@ -239,15 +243,11 @@ def _scope_lines(found: Ranges, scale: float) -> list[str]:
 
     worst = sorted(pairs, key=badness, reverse=True)[:_ROWS]
     rows = [["activations", "over", "gradients", f"lost{_times(scale)}", "over", "scope"]]
-    for scope in filter(set(worst).__contains__, pairs):
+    for scope in sorted(pairs, key=lambda scope: scope not in worst):
         magnitudes, _, over = _cells(pairs[scope][0], 1)
         name = scope or "(no scope)"
         rows.append([magnitudes, over, *_cells(pairs[scope][1], scale), name])
-    lines = ["By scope, the magnitudes and what float16 does not hold:"]
-    lines += columns(rows, right=(1, 3, 4))
-    left_out = len(pairs) - len(worst)
-    more = f"... and {left_out} more scopes, which to_dict() holds"
-    return [*lines, more] if left_out else lines
+    return Table(rows, (1, 3, 4), _ROWS)
 
 
 def _cells(histogram: Histogram, scale: float) -> list[str]:

@@ -17,9 +17,11 @@ from jmpx._base.axes import as_whole
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.graph import Graph, Node, Value, before
+from jmpx._inspect.audit.values import number_of
+from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
+from jmpx._inspect.text import paths_around
 from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array
@@ -197,9 +199,8 @@ class Range:
         """Whether this is a scope, or inside of it, or inside of a scope that it selects."""
         if not scope:
             return not self.scope
-        names, rule = self.scope.split("/"), Rule(scope)
-        outer = ("/".join(names[:end]) for end in range(1, len(names) + 1))
-        return any(path == scope or rule.matches_scope(path) for path in outer)
+        rule, around = Rule(scope), paths_around(self.scope)
+        return any(path == scope or rule.matches_scope(path) for path in around)
 
 
 # --- The equations that count, and their scopes ---
@@ -208,7 +209,6 @@ class Range:
 # in float32. Gathers count, so that embeddings do: their table is an argument.
 _MOVES = IDENTITIES | PLACEMENTS | RESHAPES | (PICKS - {"gather"}) | JOINS | EXCHANGES
 _MOVES |= {"convert_element_type"}
-_OF_ONE_NUMBER = IDENTITIES | RESHAPES | {"convert_element_type", "neg"}  # keep it, up to its sign
 _RECOMPUTED = "rematted_computation"  # JAX's scope of the recomputed part of a checkpoint
 
 
@@ -218,7 +218,8 @@ class Rows:
     def __init__(self, graph: Graph) -> None:
         # The magnitudes beyond float16 that `jnp.where` puts into arrays.
         selects = (node for node in graph.nodes if node.name == "select_n")
-        constants = {abs(_constant(value)) for node in selects for value in node.operands[1:]}
+        values = (v for n in selects for v in n.operands[1:] if is_floating_dtype(v.dtype))
+        constants = {abs(number_of(value) or 0.0) for value in values}
         self.masks = tuple(sorted(c for c in constants if LARGEST_FLOAT16 < c < math.inf))
         rows = {
             key_of(n): (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
@@ -237,15 +238,6 @@ def _is_counted(node: Node) -> bool:
     # Single numbers outside of modules and scopes, such as the loss, a loss scale and the numbers
     # of an optimizer, are float32 whatever the policy says.
     return node.selector is not None or any(value.shape for value in node.results)
-
-
-def _constant(value: Value) -> float:
-    """Returns the number that fills a value; 0 if it is unknown."""
-    value = before(value, _OF_ONE_NUMBER)
-    if value.constant is None or not is_floating_dtype(value.dtype):
-        return 0.0
-    numbers = np.asarray(value.constant)
-    return float(numbers.item()) if numbers.size == 1 else 0.0
 
 
 # --- Counting ---
