@@ -11,9 +11,8 @@ import importlib
 import itertools
 import operator
 import sys
-import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -235,16 +234,20 @@ def call_with_proxies(
         try:
             result = fn(*given, **named)
         except ValueError as error:
-            closing = fn
-            for each in (each for each in proxies if _joined(error, each.made)):
-                closing = _closing_over(closing, each.replace, {})
+            closing, made = fn, [cls for each in proxies for cls in each.made.values()]
+            if str(error).startswith(_DIFFERENT_TREES):
+                for each in proxies:
+                    closing = _closing_over(closing, each.replace, {})
             try:
                 if closing is fn:
                     raise
                 result = closing(*given, **named)
             except ValueError as last:
-                names = {cls.__name__ for each in proxies for cls in _joined(last, each.made)}
-                if names:
+                # JAX's text names both types, unless another leaf, as an activation, comes first.
+                text, is_closed_over = str(last), closing is not fn
+                found = (cls for cls in made if is_closed_over or text.count(repr(cls)) > 1)
+                names = {cls.__name__ for cls in found}
+                if names and text.startswith(_DIFFERENT_TREES):
                     last.add_note(
                         f"jmpx gives the modules in arguments ({', '.join(sorted(names))}) "
                         "subclasses, so that rules can select them: where the function joins a "
@@ -256,21 +259,6 @@ def call_with_proxies(
         for each in proxies:
             result = each.restore(result)
     return result
-
-
-def _joined(error: ValueError, made: Mapping[type, type]) -> set[type]:
-    """Returns the classes of which JAX has not joined a replaced module with another one."""
-    from jmpx._jaxprs.equations import library_of  # as above
-
-    found, frames = set[type](), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not str(error).startswith(_DIFFERENT_TREES):
-        return found
-    # JAX's text names both types only if no other leaf, such as an activation, comes first.
-    for frame in itertools.takewhile(lambda f: library_of(f.f_code.co_filename), frames[::-1]):
-        nodes = [*frame.f_locals.values()]
-        jax.tree.leaves(nodes, is_leaf=lambda node: bool(found.add(type(node))))
-    is_named = {old for old in made.values() if str(error).count(repr(old)) > 1}
-    return is_named | {old for new, old in made.items() if {new, old} <= found}
 
 
 def _replaced(
