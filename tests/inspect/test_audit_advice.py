@@ -176,6 +176,12 @@ def loss(w, x):
     angles = x * jnp.asarray(np.linspace(1, 99, 8), x.dtype)
     return mean_square(jnp.cos(angles).astype(x.dtype) @ w)
 """
+ANGLES_OF_PRODUCT = """
+def loss(w, x):
+    with jax.named_scope('angles'):
+        angles = x @ w
+    return mean_square(jnp.tanh(jnp.cos(angles) @ w) @ w)
+"""
 SUM = """
 def loss(w, x):
     x = jnp.tile(x, (99, 1))
@@ -259,6 +265,12 @@ def loss(w, x):
     times = jnp.arange(999)[:4, None].astype(x.dtype)
     return mean_square(jnp.tanh(times / 99).astype(x.dtype) * x @ w)
 """
+INTEGERS_BY_PRODUCT = """
+def loss(w, x):
+    times = jnp.arange(999.0)[:8].reshape(4, 2)
+    h = times @ w[:2]
+    return mean_square(h * x @ w)
+"""
 TARGET = """
 def loss(w, x, y):
     return mean_square(x @ w - y)
@@ -338,7 +350,7 @@ ROWS = [
     ),
     Row(
         "mixed-product",
-        "cast it where it is made, with .astype(x.dtype)",
+        "cast it where it is made, with .astype(jnp.bfloat16)",
         ARRAY,
         {"jnp.sin(w)": "jnp.sin(w).astype(h.dtype)"},
     ),
@@ -373,9 +385,28 @@ ROWS = [
     Row("low-exp", RULE, "policy = 'c=bf16; op.exp: bf16'\n" + EXP),
     Row(
         "low-exp",
-        "x.astype(jnp.float32) before the product that makes the angles of cos",
+        "x.astype(jnp.float32) before the code that makes the angles of cos",
         IN_BF16 + ANGLES,
         {"= x *": "= x.astype(f32) *", "99, 8), x.dtype": "99, 8), f32"},
+    ),
+    Row(
+        "low-exp",
+        "with jmpx.full_precision(): around the code that makes the angles of cos",
+        BY_OPERATIONS + ANGLES_OF_PRODUCT,
+        {"jax.named_scope('angles')": "jmpx.full_precision()"},
+    ),
+    Row("low-exp", RULE, BY_OPERATIONS + ANGLES_OF_PRODUCT),
+    Row(
+        "low-exp",
+        "with jmpx.full_precision(): around exp",
+        "policy = 'c=bf16; op.exp: bf16'\n" + EXP,
+        {'jax.named_scope("gate")': "jmpx.full_precision()"},
+    ),
+    Row(
+        "low-exp",
+        "no cast of `x` to 16 bits: by=operations in the policy makes none",
+        "policy = 'by=arguments,c=bf16'\n" + EXP,
+        {"by=arguments": "by=operations"},
     ),
     Row(
         "low-sum",
@@ -422,7 +453,7 @@ ROWS = [
     ),
     Row(
         "low-linalg",
-        "jmpx.full_precision around the code that makes the matrix",
+        "with jmpx.full_precision(): around the code that makes the matrix",
         BY_OPERATIONS + GAUSSIAN,
         {'jax.named_scope("kernel")': "jmpx.full_precision()"},
     ),
@@ -435,7 +466,7 @@ ROWS = [
     ),
     Row(
         "low-linalg",
-        "no cast of the matrix to 16 bits: by=operations in the policy makes none",
+        "no cast of `w` to 16 bits: by=operations in the policy makes none",
         "policy = 'by=arguments,c=bf16'\n" + GIVEN,
         {"by=arguments": "by=operations"},
     ),
@@ -444,6 +475,12 @@ ROWS = [
         "x.astype(jnp.float32) in place of the cast, and 16 bits behind the arithmetic on it",
         IN_BF16 + INTEGER,
         {"None].astype(x.dtype)": "None].astype(f32)"},
+    ),
+    Row(
+        "rounded-integer",
+        "with jmpx.full_precision(): around the arithmetic on it",
+        BY_OPERATIONS + INTEGERS_BY_PRODUCT,
+        {"    h = times": "    with jmpx.full_precision(): h = times"},
     ),
     Row(
         "rounded-target",

@@ -93,23 +93,12 @@ COUNT = 1000
 TABLE = np.arange(COUNT)
 
 
-def drawn(x, i):
-    return jax.random.randint(jax.random.key(0), (8,), 0, COUNT)
-
-
-def packed(x, i):
-    return jnp.cumsum(jnp.ones(COUNT, bool)) - 1
-
-
 INTEGERS = {
     "range": (lambda x, i: jnp.arange(COUNT), "medium"),
     "shifted": (lambda x, i: (jnp.arange(COUNT)[:, None] - 5)[:9, 0], "medium"),
     "by float32": (lambda x, i: jnp.arange(COUNT).astype(F32), "medium"),
     "floats": (lambda x, i: jnp.arange(COUNT, dtype=F32), "medium"),
     "table": (lambda x, i: jnp.asarray(TABLE)[i], "medium"),
-    "drawn": (drawn, "medium"),
-    "packed": (packed, "medium"),
-    "count": (lambda x, i: jnp.sum(jnp.ones(COUNT, bool)), "medium"),
     "argument": (lambda x, i: i, "low"),
     "of an argument": (lambda x, i: jnp.maximum(i[:2] + 1, 0), "low"),
     "few": (lambda x, i: jnp.arange(257), None),
@@ -145,7 +134,7 @@ def test_integers_that_16_bits_do_not_hold(name):
     assert len(findings_in(F16)) == (severity == "low")
 
 
-def test_ranges_in_16_bits_bytes_and_divisors():
+def test_ranges_in_16_bits_and_bytes():
     def loss(x, image, mask, labels):
         x = x * jnp.arange(COUNT, dtype=x.dtype)[:4]  # <-
         x = x + image.astype(x.dtype) / 255 + jnp.linspace(0, 1, COUNT, dtype=x.dtype)[:4]
@@ -153,9 +142,8 @@ def test_ranges_in_16_bits_bytes_and_divisors():
         return (jnp.sum(x) / jnp.maximum(jnp.sum(mask > 0), 1).astype(x.dtype)).astype(F32)
 
     args = shape(4, dtype=BF16), shape(4, dtype="uint8"), shape(COUNT), shape(4, dtype="int32")
-    range_, divisor = found(loss, *args, names=("rounded-integer",))
+    (range_,) = found(loss, *args, names=("rounded-integer",))
     assert (range_.severity, range_.place.line) == ("medium", line_of(loss))
-    assert (divisor.severity, divisor.place.line) == ("low", line_of(loss) + 3)
 
 
 # Targets that a policy rounds.

@@ -243,8 +243,9 @@ class _Leaks:
             return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(reader))
         if origin is not None and writer_of(origin.eqn):
             layer = f"give the layer there dtype=jnp.{self._half}"
-            return (f"{layer}, or cast its result with .astype(x.dtype)", *self._rules(origin))
-        return ("cast it where it is made, with .astype(x.dtype)",)
+            result = f"its result with .astype(jnp.{self._half})"
+            return (f"{layer}, or cast {result}", *self._rules(origin))
+        return (f"cast it where it is made, with .astype(jnp.{self._half})",)
 
     def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
         """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""

@@ -133,7 +133,7 @@ def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Ite
     scopes = {node.scope for node in step.graph.nodes} if module is not None else ()
     has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
     is_selected = selector is not None and (is_autocast if module is None else not has_parts)
-    if is_autocast and not is_selected:
+    if is_autocast:
         yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
     else:
         yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"

@@ -388,6 +388,8 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
 
 # --- How a finding is made ---
 
+_FARTHEST = 64  # nodes before a value among which casts of arguments are searched
+
 
 class FindingKind(NamedTuple):
     """A kind of finding; the table of `docs/audit.md` explains each."""
@@ -423,6 +425,41 @@ class AuditedStep:
     def key(self, node: Node) -> Key:
         """Returns where a node is: the same for a forward product and its backward ones."""
         return node.path, node.place
+
+    def flops_of(self, nodes: Iterable[Node]) -> int:
+        """Returns the FLOPs of those nodes that are products, and of their backward products."""
+        keys = {self.key(node) for node in nodes if node.is_product}
+        return sum(n.flops for n in self.graph.nodes if n.is_product and self.key(n) in keys)
+
+    def in_float32(self, value: Value, what: str, by_cast: str = "") -> str:
+        """Returns advice by which code that reads a value computes in float32.
+
+        No cast helps where a policy has rounded an argument, nor under autocast: its code was
+        traced in float32, and JAX drops casts from float32 to float32.
+
+        Args:
+            value: what the code reads.
+            what: the code, for example `"exp"`.
+            by_cast: the advice where a cast helps, unless it is one before the code.
+        """
+        if self.graph.program.uses_autocast:
+            return f"with jmpx.full_precision(): around {what}"
+        if name := self.rounded_argument(value):
+            return f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
+        return by_cast or f"x.astype(jnp.float32) before {what}"
+
+    def rounded_argument(self, value: Value) -> str:
+        """Returns the name of the largest argument that a policy rounds before a value, or "".
+
+        It is also empty if a product makes the value.
+        """
+        nodes = list(Graph.back([value], lambda n: [] if n.is_product else n.operands, _FARTHEST))
+        casts = (n for n in nodes if n.name == CAST and n.results[0].is_low)
+        inputs = (before(n.operands[0], MOVES) for n in casts if writer_of(n.eqn) == "jmpx")
+        rounded = [value for value in inputs if value.kind == "input"]
+        if not rounded or any(node.is_product for node in nodes):
+            return ""
+        return self.graph.program.names[max(rounded, key=lambda each: each.size).index]
 
     def found(
         self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,
