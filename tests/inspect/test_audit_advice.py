@@ -100,6 +100,11 @@ def loss(w, x):
     h = h.astype(f32) @ w.astype(bf16).astype(f32)
     return mean_square(h.astype(bf16) @ w.astype(bf16))
 """
+MOSTLY_WIDE = """
+def loss(w, x):
+    h = x @ w @ w @ w
+    return mean_square(two_layers(h, w))
+"""
 LAST_WIDE = """
 def loss(w, x):
     h = jnp.tanh(two_layers(x, w))
@@ -312,6 +317,7 @@ ROWS = [
         },
     ),
     Row("rounded-logits", RULE, BY_OPERATIONS + NAMED_LOGITS),
+    Row("rounded-logits", RULE, BY_OPERATIONS + NAMED_LOGITS.replace("log_softmax", "log_sigmoid")),
     Row(
         "constant-range",
         "jnp.finfo(x.dtype).min in a mask, an epsilon of 1e-4",
@@ -359,6 +365,12 @@ ROWS = [
         "leave out preferred_element_type, and cast the result with .astype instead",
         PREFERRED,
         {", preferred_element_type=f32)": ").astype(f32)"},
+    ),
+    Row(
+        "float32-product",
+        "cast what enters it, and its weights, with .astype(jnp.bfloat16)",
+        MOSTLY_WIDE,
+        {"x @ w @ w @ w": "x.astype(bf16) @ w.astype(bf16) @ w.astype(bf16) @ w.astype(bf16)"},
     ),
     Row("promotion", "write a Python number", NUMBER, {"np.sqrt(8)": "8**0.5"}),
     Row(

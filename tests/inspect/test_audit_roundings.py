@@ -166,6 +166,11 @@ def widened(params, x, y):
     return jnp.mean(jnp.square(model(params, x).astype(F32) - y.astype(F32)))  # <-
 
 
+def distances(params, x, y):
+    lengths = jnp.linalg.norm(y[jnp.array([0, 1])] - y[jnp.array([1, 2])], axis=-1)  # <-
+    return jnp.mean((jnp.exp(-lengths)[:, None] @ params["w"][:1]).astype(F32))
+
+
 def step(params, x, y):
     gradient = jmpx.grad(widened, jmpx.NoOpLossScale(), policy="by=arguments,c=bf16")
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient(params, x, y).grads)
@@ -180,7 +185,7 @@ def targets(loss, policy=None):
     return found(run, *TARGET_ARGS, names=("rounded-target", "cast-to-and-fro", "double-rounding"))
 
 
-@pytest.mark.parametrize("loss", [squares, absolute, widened])
+@pytest.mark.parametrize("loss", [squares, absolute, widened, distances])
 def test_a_target_that_the_policy_rounds_is_found(loss):
     (finding,) = targets(loss, BY_ARGUMENTS)
     assert (finding.name, finding.severity) == ("rounded-target", "medium")

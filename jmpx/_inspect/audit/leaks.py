@@ -5,7 +5,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
+from jmpx._inspect.audit.step import (
+    AuditedStep,
+    FindingKind,
+    Key,
+    Remedies,
+    Stream,
+    UntriedFinding,
+    is_half_product,
+)
 from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
     compute_dtype,
@@ -26,6 +34,7 @@ _PROMOTION = FindingKind("promotion", Remedies.narrower)
 _SAVED = FindingKind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
+_HALF = 0.3  # of the FLOPs; with fewer in 16 bits, a step is meant to compute in float32
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
@@ -36,6 +45,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     added up by line, because a line may run in many layers.
     """
     if not step.streams.is_half:
+        yield from _wide_part(step)
         return
     leaks = _Leaks(step)
     found = [*leaks.of_streams(), *leaks.of_backward()]
@@ -49,6 +59,21 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
         steps = sum(shares[each.name, each.place] < limit for limit in _SMALL)
         rank = min(SEVERITIES.index(each.severity) + steps, len(SEVERITIES) - 1)
         yield one._replace(finding=each._replace(severity=SEVERITIES[rank]))
+
+
+def _wide_part(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields a finding if a step multiplies mostly in float32, but also much in 16 bits."""
+    products = [node for node in step.streams.forward if node.is_product]
+    wide = [n for n in products if n.operands[0].is_wide and not step.streams.is_asked(n)]
+    flops, total = (sum(node.flops for node in nodes) for nodes in (wide, products))
+    if wide and sum(map(is_half_product, products)) and flops < (1 - _HALF) * total:
+        node, half = max(wide, key=lambda each: each.flops), half_dtype(step.graph)
+        text = (
+            f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: the "
+            "largest one here."
+        )
+        advice = f"cast what enters it, and its weights, with .astype(jnp.{half})"
+        yield step.found(_FLOAT32, "medium", node, text, advice, count=len(wide), flops=flops)
 
 
 class _Leaks:

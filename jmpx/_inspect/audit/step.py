@@ -388,8 +388,6 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
 
 # --- How a finding is made ---
 
-_FARTHEST = 64  # nodes before a value among which casts of arguments are searched
-
 
 class FindingKind(NamedTuple):
     """A kind of finding; the table of `docs/audit.md` explains each."""
@@ -453,7 +451,7 @@ class AuditedStep:
 
         It is also empty if a product makes the value.
         """
-        nodes = list(Graph.back([value], lambda n: [] if n.is_product else n.operands, _FARTHEST))
+        nodes = list(Graph.back([value], lambda n: [] if n.is_product else n.operands))
         casts = (n for n in nodes if n.name == CAST and n.results[0].is_low)
         inputs = (before(n.operands[0], MOVES) for n in casts if writer_of(n.eqn) == "jmpx")
         rounded = [value for value in inputs if value.kind == "input"]
