@@ -69,8 +69,8 @@ def _wide_part(step: AuditedStep) -> Iterator[UntriedFinding]:
     if wide and sum(map(is_half_product, products)) and flops < (1 - _HALF) * total:
         node, half = max(wide, key=lambda each: each.flops), half_dtype(step.graph)
         text = (
-            f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: the "
-            "largest one here."
+            f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: "
+            "the largest one here."
         )
         advice = f"cast what enters it, and its weights, with .astype(jnp.{half})"
         yield step.found(_FLOAT32, "medium", node, text, advice, count=len(wide), flops=flops)
