@@ -356,9 +356,9 @@ ROWS = [
     ),
     Row(
         "mixed-product",
-        "cast it where it is made, with .astype(jnp.bfloat16)",
+        "cast it with .astype(jnp.bfloat16) where a bfloat16 array meets it",
         ARRAY,
-        {"jnp.sin(w)": "jnp.sin(w).astype(h.dtype)"},
+        {"h @ table": "h @ table.astype(bf16)"},
     ),
     Row(
         "mixed-product",

@@ -129,7 +129,7 @@ def two_maps(policy):
 AUTOCAST = "c=bf16; */plant/low: bf16; op.exp: bf16; op.reduce_sum: bf16"
 OUT_OF_NORM = ("cast-to-and-fro", "*/plant: c=f32,o=f32")
 IN_CODE = "no rule that keeps 16-bit matmuls fixes it: x.astype(jnp.float32) before exp"
-CAST = "cast it where it is made, with .astype(jnp.bfloat16)"
+CAST = "cast it with .astype(jnp.bfloat16) where a bfloat16 array meets it"
 KEPT = "*/head: product=float32"  # logits stay in float32, and products multiply in 16 bits
 LOGITS = ("rounded-logits", KEPT)
 ALIKE = of_zoo("haiku", layers_alike, jnp.ones((2, 4)))

@@ -166,10 +166,7 @@ class _Leaks:
             "nbytes": sum(stream.nbytes for stream in streams),
         }
         found = self._step.found(kind, severity, node, message, *remedy, **sizes)
-        edited = [stream.node for stream in streams]
-        causes = (stream.cause for stream in streams if stream.cause is not None)
-        made = (self._streams.origin(cause)[1] for cause in causes)
-        return found._replace(edited=edited, made=[*filter(None, made)])
+        return found._replace(edited=[stream.node for stream in streams])
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change fixes."""
@@ -270,7 +267,7 @@ class _Leaks:
             layer = f"give the layer there dtype=jnp.{self._half}"
             result = f"its result with .astype(jnp.{self._half})"
             return (f"{layer}, or cast {result}", *self._rules(origin))
-        return (f"cast it where it is made, with .astype(jnp.{self._half})",)
+        return (f"cast it with .astype(jnp.{self._half}) where a {self._half} array meets it",)
 
     def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
         """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""

@@ -405,7 +405,6 @@ class UntriedFinding(NamedTuple):
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
     edited: Sequence[Node] = ()  # those whose operands its advice casts to 16 bits
-    made: Sequence[Node] = ()  # those that made these operands, and may be cast instead
 
 
 class AuditedStep:
