@@ -168,7 +168,7 @@ def test_shapes_of_floats_are_filled():
     ("width", "message"),
     [
         (WIDTH, "Expected an array as x, got a shape of float32: run=True fills"),
-        (2**13, "Expected arrays, got shapes of 769 MiB: run=True fills at most 256"),
+        (2**13, "Expected arrays, got shapes of 768 MiB: run=True fills at most 256"),
     ],
 )
 def test_shapes_that_are_not_filled(width, message):
