@@ -20,6 +20,7 @@ from jmpx._inspect.audit.values import (
     is_sum_of_exponentials,
     is_view,
     number_of,
+    to_products,
     unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before
@@ -106,7 +107,7 @@ def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[Untried
         (severity, message), what, flops = hazard, node.name, 0
         if _HAZARDS[node.name] is _periodic:  # a cast right before it would widen rounded angles
             what = f"the code that makes the angles of {what}"
-            nodes = Graph.back(node.operands, lambda n: [] if n.is_product else n.operands, _NEAR)
+            nodes = Graph.back(node.operands, to_products, _NEAR)
             flops = step.flops_of(itertools.islice((n for n in nodes if n.is_product), 1))
         is_few = node.results[0].size <= _FEW and step.rounded_argument(node.operands[0])
         severity = "low" if is_few and severity == "medium" else severity
@@ -248,11 +249,9 @@ def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFind
     terms, limit = _TERMS[node.name](node), _largest_count(dtype)
     if terms <= limit or (node.is_backward and not is_scatter):
         return
-    severity = "medium"
-    if is_scatter:
-        # With more terms than all places together can count, some place gets too many.
-        places = node.operands[0].size * terms // max(node.operands[2].size, 1)
-        severity = "high" if terms > limit * places else "medium"
+    # With more terms than all places together can count, some place gets too many.
+    places = node.operands[0].size * terms // max(node.operands[-1].size, 1)
+    severity = "high" if is_scatter and terms > limit * places else "medium"
     what = "The gradient of a lookup" if node.is_backward else node.name
     message = (
         f"{what} adds up to {terms:,} terms in {dtype.name}, which counts exactly only to {limit}: "

@@ -108,7 +108,10 @@ class _Leaks:
         saved: dict[Place | None, list[Stream]] = {}
         causes: dict[tuple[str, object], list[Stream]] = {}
         for stream in self._streams.found:
-            is_widening = stream.widened and not self._streams.is_of_autocast(stream)
+            # Autocast's next product rounds what its rules put into float32; a carry stays so.
+            is_carried = any(each.is_carry for each in stream.node.results[0].readers)
+            is_own = self._graph.program.uses_autocast and not is_carried
+            is_widening = stream.widened and not is_own
             if stream.products or is_widening:
                 causes.setdefault((stream.kind, self._change(stream)), []).append(stream)
             elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
@@ -208,12 +211,10 @@ class _Leaks:
             f"{stream.node.results[0].dtype.name} values outside of norms, softmaxes and losses "
             f"are {share:.0%} of what is saved for the backward pass."
         )
-        remedy = (
-            "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint",
+        advice = (
+            "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint"
         )
-        if stream.cause is not None:
-            remedy = self._remedy(stream.node, stream.cause)
-        return self._found(_SAVED, "medium", stream.node, message, remedy, [stream])
+        return self._found(_SAVED, "medium", stream.node, message, (advice,), [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
         """Returns a clause that counts the products and arrays that a leak puts into float32."""

@@ -18,6 +18,7 @@ from jmpx._inspect.audit.values import (
     half_dtype,
     multiplied,
     outermost_dtype,
+    to_products,
     user_call,
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
@@ -95,8 +96,7 @@ class Streams:
         self._read: set[Node] = set()  # those of these casts that an operation has read
         # Products that make a matrix to decompose, and the nodes between the two.
         decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
-        through = lambda node: [] if node.is_product else node.operands  # noqa: E731
-        self._decomposed = frozenset(Graph.back(decomposed, through))
+        self._decomposed = frozenset(Graph.back(decomposed, to_products))
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -216,12 +216,6 @@ class Streams:
         """Whether a value belongs to a stream that a finding is about."""
         stream = self._of[value].whole if value in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
-
-    def is_of_autocast(self, stream: Stream) -> bool:
-        """Whether autocast chose float32 for the operation at which a stream starts, as a norm."""
-        reader = next(iter(stream.node.results[0].readers), stream.node)
-        is_silent = stream.node.name == CAST and user_call(reader) == user_call(stream.node)
-        return self._graph.program.uses_autocast and is_silent and not reader.is_structure
 
     def origin(self, value: Value) -> tuple[Value, Node | None]:
         """Returns the first wide value before a wide one, and the node that made or first read it.
@@ -450,7 +444,7 @@ class AuditedStep:
 
         It is also empty if a product makes the value.
         """
-        nodes = list(Graph.back([value], lambda n: [] if n.is_product else n.operands))
+        nodes = list(Graph.back([value], to_products))
         casts = (n for n in nodes if n.name == CAST and n.results[0].is_low)
         inputs = (before(n.operands[0], MOVES) for n in casts if writer_of(n.eqn) == "jmpx")
         rounded = [value for value in inputs if value.kind == "input"]
