@@ -268,7 +268,10 @@ class _Leaks:
             layer = f"give the layer there dtype=jnp.{self._half}"
             result = f"its result with .astype(jnp.{self._half})"
             return (f"{layer}, or cast {result}", *self._rules(origin))
-        return (f"cast it with .astype(jnp.{self._half}) where a {self._half} array meets it",)
+        # A layer of Flax with dtype=jnp.float32 would widen what is cast for it.
+        layer = ", and give that layer no dtype=jnp.float32" * (writer_of(node.eqn) == "flax")
+        where = f"where a {self._half} array meets it{layer}"
+        return (f"cast it with .astype(jnp.{self._half}) {where}",)
 
     def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
         """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""
