@@ -100,6 +100,11 @@ def loss(w, x):
     h = h.astype(f32) @ w.astype(bf16).astype(f32)
     return mean_square(h.astype(bf16) @ w.astype(bf16))
 """
+MOSTLY_WIDE = """
+def loss(w, x):
+    h = x @ w @ w @ w
+    return mean_square(two_layers(h, w))
+"""
 LAST_WIDE = """
 def loss(w, x):
     h = jnp.tanh(two_layers(x, w))
@@ -175,6 +180,12 @@ ANGLES = """
 def loss(w, x):
     angles = x * jnp.asarray(np.linspace(1, 99, 8), x.dtype)
     return mean_square(jnp.cos(angles).astype(x.dtype) @ w)
+"""
+ANGLES_OF_PRODUCT = """
+def loss(w, x):
+    with jax.named_scope('angles'):
+        angles = x @ w
+    return mean_square(jnp.tanh(jnp.cos(angles) @ w) @ w)
 """
 SUM = """
 def loss(w, x):
@@ -259,6 +270,12 @@ def loss(w, x):
     times = jnp.arange(999)[:4, None].astype(x.dtype)
     return mean_square(jnp.tanh(times / 99).astype(x.dtype) * x @ w)
 """
+INTEGERS_BY_PRODUCT = """
+def loss(w, x):
+    times = jnp.arange(999.0)[:8].reshape(4, 2)
+    h = times @ w[:2]
+    return mean_square(h * x @ w)
+"""
 TARGET = """
 def loss(w, x, y):
     return mean_square(x @ w - y)
@@ -300,6 +317,7 @@ ROWS = [
         },
     ),
     Row("rounded-logits", RULE, BY_OPERATIONS + NAMED_LOGITS),
+    Row("rounded-logits", RULE, BY_OPERATIONS + NAMED_LOGITS.replace("log_softmax", "log_sigmoid")),
     Row(
         "constant-range",
         "jnp.finfo(x.dtype).min in a mask, an epsilon of 1e-4",
@@ -338,15 +356,21 @@ ROWS = [
     ),
     Row(
         "mixed-product",
-        "cast it where it is made, with .astype(x.dtype)",
+        "cast it with .astype(jnp.bfloat16) where a bfloat16 array meets it",
         ARRAY,
-        {"jnp.sin(w)": "jnp.sin(w).astype(h.dtype)"},
+        {"h @ table": "h @ table.astype(bf16)"},
     ),
     Row(
         "mixed-product",
         "leave out preferred_element_type, and cast the result with .astype instead",
         PREFERRED,
         {", preferred_element_type=f32)": ").astype(f32)"},
+    ),
+    Row(
+        "float32-product",
+        "cast what enters it, and its weights, with .astype(jnp.bfloat16)",
+        MOSTLY_WIDE,
+        {"x @ w @ w @ w": "x.astype(bf16) @ w.astype(bf16) @ w.astype(bf16) @ w.astype(bf16)"},
     ),
     Row("promotion", "write a Python number", NUMBER, {"np.sqrt(8)": "8**0.5"}),
     Row(
@@ -373,9 +397,28 @@ ROWS = [
     Row("low-exp", RULE, "policy = 'c=bf16; op.exp: bf16'\n" + EXP),
     Row(
         "low-exp",
-        "x.astype(jnp.float32) before the product that makes the angles of cos",
+        "x.astype(jnp.float32) before the code that makes the angles of cos",
         IN_BF16 + ANGLES,
         {"= x *": "= x.astype(f32) *", "99, 8), x.dtype": "99, 8), f32"},
+    ),
+    Row(
+        "low-exp",
+        "with jmpx.full_precision(): around the code that makes the angles of cos",
+        BY_OPERATIONS + ANGLES_OF_PRODUCT,
+        {"jax.named_scope('angles')": "jmpx.full_precision()"},
+    ),
+    Row("low-exp", RULE, BY_OPERATIONS + ANGLES_OF_PRODUCT),
+    Row(
+        "low-exp",
+        "with jmpx.full_precision(): around exp",
+        "policy = 'c=bf16; op.exp: bf16'\n" + EXP,
+        {'jax.named_scope("gate")': "jmpx.full_precision()"},
+    ),
+    Row(
+        "low-exp",
+        "no cast of `x` to 16 bits: by=operations in the policy makes none",
+        "policy = 'by=arguments,c=bf16'\n" + EXP,
+        {"by=arguments": "by=operations"},
     ),
     Row(
         "low-sum",
@@ -422,7 +465,7 @@ ROWS = [
     ),
     Row(
         "low-linalg",
-        "jmpx.full_precision around the code that makes the matrix",
+        "with jmpx.full_precision(): around the code that makes the matrix",
         BY_OPERATIONS + GAUSSIAN,
         {'jax.named_scope("kernel")': "jmpx.full_precision()"},
     ),
@@ -435,7 +478,7 @@ ROWS = [
     ),
     Row(
         "low-linalg",
-        "no cast of the matrix to 16 bits: by=operations in the policy makes none",
+        "no cast of `w` to 16 bits: by=operations in the policy makes none",
         "policy = 'by=arguments,c=bf16'\n" + GIVEN,
         {"by=arguments": "by=operations"},
     ),
@@ -444,6 +487,12 @@ ROWS = [
         "x.astype(jnp.float32) in place of the cast, and 16 bits behind the arithmetic on it",
         IN_BF16 + INTEGER,
         {"None].astype(x.dtype)": "None].astype(f32)"},
+    ),
+    Row(
+        "rounded-integer",
+        "with jmpx.full_precision(): around the arithmetic on it",
+        BY_OPERATIONS + INTEGERS_BY_PRODUCT,
+        {"    h = times": "    with jmpx.full_precision(): h = times"},
     ),
     Row(
         "rounded-target",

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.version
 
 WIDTH = 8
 TABLE = np.random.default_rng(0).normal(size=(4, WIDTH, WIDTH)).astype(np.float32)
-LATER = "cast it where it is made, with .astype(x.dtype)"
-LAYER = "give the layer there dtype=jnp.bfloat16, or cast its result with .astype(x.dtype)"
+LATER = "cast it with .astype(jnp.bfloat16) where a bfloat16 array meets it"
+LAYER = "give the layer there dtype=jnp.bfloat16, or cast its result with .astype(jnp.bfloat16)"
 
 
 def mean_square(y):

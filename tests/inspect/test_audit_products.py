@@ -226,8 +226,29 @@ def of_images_and_texts(w, x, teacher):
     return kl(x @ texts.T, teacher[:, :ROWS])  # <-
 
 
+def pairs(w, x, teacher):
+    logits = x @ w * jnp.exp(teacher[0, 0]).astype(x.dtype) - 2  # <-
+    signs = jnp.where(teacher > 0, 1, -1).astype(x.dtype)
+    return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * logits).astype(F32), -1))
+
+
+def binary(w, x, teacher):
+    labels = (teacher > 0).astype(x.dtype)
+    return optax.sigmoid_binary_cross_entropy(x @ w, labels).mean(dtype=F32)  # <-
+
+
 ROUNDED = [
-    *(plain, masked, in_16_bits, log_of_softmax, rounded_later, in_chunks, of_images_and_texts),
+    *(
+        pairs,
+        binary,
+        plain,
+        masked,
+        in_16_bits,
+        log_of_softmax,
+        rounded_later,
+        in_chunks,
+        of_images_and_texts,
+    ),
     lambda w, x, teacher: kl(x @ w + jnp.ones(CLASSES, x.dtype), teacher),
     lambda w, x, teacher: kl(x @ w / 0.7, teacher),
     lambda w, x, teacher: kl(30 * jnp.tanh(x @ w / 30), teacher),
@@ -271,8 +292,15 @@ def routed(w, x, teacher):
     return jnp.mean(((gates @ w.T) * best.sum() + experts.sum().astype(x.dtype)).astype(F32) ** 2)
 
 
+def deviation(w, x, teacher):
+    mean = std = jax.nn.softplus((x @ w).astype(F32))
+    return jnp.mean(jnp.log(std) + ((teacher - mean) / std) ** 2)
+
+
 KEPT = [
     routed,
+    deviation,
+    lambda w, x, teacher: jnp.mean((jax.nn.softplus((x @ w).astype(F32)) - teacher) ** 2),
     kept_by_algorithm,
     attention_by_logsumexp,
     lambda w, x, teacher: kl(product(x, w), teacher),

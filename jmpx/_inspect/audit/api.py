@@ -56,8 +56,8 @@ def audit(
             this hardware would multiply in fewer bits; None skips that check. In a
             `lax.platform_dependent`, the audit follows the branch of this platform, or with None
             that of this machine.
-        run: whether to run the program, on arrays or on floating shapes of at most 256 MiB, which
-            are filled at random. Then each rule, and each edit by which advice narrows, has the
+        run: whether to run the program, on arrays. Floating shapes in the first argument are filled
+            at random, up to 256 MiB. Then each rule, and each edit by which advice narrows, has the
             error that it makes; one that raises it beyond the rounding of the policy is not
             proposed. False runs nothing.
 
@@ -144,8 +144,7 @@ def merged(findings: Iterable[UntriedFinding]) -> tuple[UntriedFinding, ...]:
         finding = worst.finding.with_sizes_of(found.finding for found in group)
         nodes = [node for found in group for node in found.nodes]
         edited = [node for found in group for node in found.edited]
-        made = [node for found in group for node in found.made]
-        result.append(worst._replace(finding=finding, nodes=nodes, edited=edited, made=made))
+        result.append(worst._replace(finding=finding, nodes=nodes, edited=edited))
     return tuple(sorted(result, key=_rank))
 
 

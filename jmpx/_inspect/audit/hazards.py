@@ -3,6 +3,7 @@
 Among them are decompositions of rounded matrices, and integers that 16 bits do not hold.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from jmpx._inspect.audit.values import (
     is_sum_of_exponentials,
     is_view,
     number_of,
+    to_products,
     unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before
@@ -37,6 +39,8 @@ KINDS = (_EXP, _SUM, _COLLECTIVE, _GRADIENT, _CARRY, _LINALG, _INTEGER)
 # Functions of JAX that lose no number if their argument is at most 0.
 _STABLE = frozenset({"softplus", "logaddexp", "log_sigmoid"})
 _FARTHEST = 64  # nodes behind indices that are looked at
+_NEAR = 8  # nodes among which the product that makes angles is searched
+_FEW = 64  # numbers of a parameter that may be rounded before an exponential
 _COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 # A severity, and the end of a sentence that begins with the operation; None for no hazard.
 _Hazard: TypeAlias = tuple[str, str] | None
@@ -100,12 +104,19 @@ def _low_nbytes(node: Node) -> int:
 def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
     hazard = _HAZARDS[node.name](node, dtype)
     if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
-        severity, what = hazard
-        # A cast right before a cosine would widen angles that are rounded.
-        angles = "the product that makes the angles of " * (_HAZARDS[node.name] is _periodic)
-        advice = f"x.astype(jnp.float32) before {angles}{node.name}"
-        message = f"{node.name} in {dtype.name} {what}."
-        yield step.found(_EXP, severity, node, message, advice, nbytes=_low_nbytes(node))
+        (severity, message), what, flops = hazard, node.name, 0
+        if _HAZARDS[node.name] is _periodic:  # a cast right before it would widen rounded angles
+            what = f"the code that makes the angles of {what}"
+            nodes = Graph.back(node.operands, to_products, _NEAR)
+            flops = step.flops_of(itertools.islice((n for n in nodes if n.is_product), 1))
+        is_few = node.results[0].size <= _FEW and step.rounded_argument(node.operands[0])
+        severity = "low" if is_few and severity == "medium" else severity
+        text, advice = (
+            f"{node.name} in {dtype.name} {message}.",
+            step.in_float32(node.operands[0], what),
+        )
+        sizes = {"nbytes": _low_nbytes(node), "flops": flops}
+        yield step.found(_EXP, severity, node, text, advice, **sizes)
 
 
 def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
@@ -145,7 +156,7 @@ def _power(node: Node, dtype: np.dtype) -> _Hazard:
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
     error, limit = 4 * float(jnp.finfo(dtype).eps), _largest_count(dtype)
     text = f"reads angles that are off by up to {error:.1g} near 8, and by 1 above {limit}"
-    return "medium", text
+    return "medium" if dtype == jnp.bfloat16 else "low", text
 
 
 def _is_derivative(node: Node) -> bool:
@@ -176,18 +187,14 @@ def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     def through(node: Node) -> list[Value]:
         return [] if node.is_product or node.name in DECOMPOSITIONS else node.operands
 
-    matrix, graph = node.operands[0], step.graph
+    matrix = node.operands[0]
     values = [matrix, *(v for each in Graph.back([matrix], through) for v in through(each))]
     low = [v for v in values if v.is_low and v.shape[-2:] == matrix.shape[-2:]]
     low = [value for value in low if _is_of_data(value)]  # no mask, and no identity
     if not low:
         return
-    advice = "x.astype(jnp.float32) before the code that makes the matrix"
+    advice = step.in_float32(matrix, "the code that makes the matrix")
     is_made = before(low[0], MOVES_AND_CASTS).node is not None
-    if not is_made:
-        advice = "no cast of the matrix to 16 bits: by=operations in the policy makes none"
-    elif graph.program.uses_autocast:
-        advice = "jmpx.full_precision around the code that makes the matrix"
     is_cholesky, dtype = node.name == "cholesky", low[0].dtype
     text = (
         f"{node.name} reads a matrix that was rounded to {dtype.name}: singular values below "
@@ -195,9 +202,7 @@ def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     )
     severity = "high" if is_cholesky else "medium" if is_made else "low"
     makers = [value.node for value in low if value.node is not None]
-    keys = {step.key(each) for each in makers if each.is_product}
-    flops = sum(each.flops for each in graph.nodes if each.is_product and step.key(each) in keys)
-    found = step.found(_LINALG, severity, node, text, advice, flops=flops)
+    found = step.found(_LINALG, severity, node, text, advice, flops=step.flops_of(makers))
     yield found._replace(nodes=[*makers, node])
 
 
@@ -214,52 +219,26 @@ def _is_of_data(value: Value) -> bool:
 def _integer(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     """Yields a finding about integers that become 16-bit numbers and are not all held exactly."""
     (result,), limit = node.results, _largest_count(node.results[0].dtype)
-    source = before(result, MOVES_AND_CASTS)
-    is_range = source.node is not None and source.node.name == "iota"
-    largest = _largest(source) if is_range or jnp.issubdtype(source.dtype, jnp.integer) else 0
+    source = before(result, MOVES_AND_CASTS | {"add", "sub", "max"})
+    largest = 0.0
+    if source.node is not None and source.node.name == "iota":
+        params = source.node.eqn.params
+        largest = params["shape"][params["dimension"]] - 1
+    elif source.kind == "input" and jnp.issubdtype(source.dtype, jnp.integer):
+        largest = math.inf if source.dtype.itemsize > 1 else 255
+    elif source.kind == "const" and jnp.issubdtype(source.dtype, jnp.integer):
+        largest = np.max(source.numbers, initial=0)
     of_jax = (str(each.eqn.params.get("name")) for each in node.outwards)
     if largest <= limit or any(name.endswith("linspace") for name in of_jax):
         return
-    names = MOVES_AND_CASTS | {"max"}
-    behind = Graph.forward([result], lambda node: node.results if node.name in names else [])
-    readers = [each for each in behind if not (each.is_backward or each.name in names)]
-    # The number of tokens that a loss is averaged over, as a divisor, may be rounded.
-    is_count = all(n.name == "div" and number_of(n.operands[1]) is None for n in readers)
     is_known = largest < math.inf
     which = f"Integers up to {largest:,.0f}" if is_known else "Integers of an unknown size"
     text = f"{which} become {result.dtype.name}, which holds them exactly only up to {limit}."
-    advice = "x.astype(jnp.float32) in place of the cast, and 16 bits behind the arithmetic on it"
-    severity = "low" if is_count or not is_known else "medium"
+    by_cast = "x.astype(jnp.float32) in place of the cast, and 16 bits behind the arithmetic on it"
+    advice = step.in_float32(source, "the arithmetic on it", by_cast)
+    severity = "medium" if is_known else "low"
     nbytes = node.times * result.nbytes
     yield step.found(_INTEGER, severity, node, text, advice, nbytes=nbytes)
-
-
-def _largest(value: Value, depth: int = 16) -> float:
-    """Returns how large integers may get: infinity for those of an argument, 0 if unknown."""
-    value = before(value, MOVES_AND_CASTS)
-    node = value.node
-    if value.dtype == bool:
-        return 1
-    if value.kind == "input":
-        return math.inf if value.dtype.itemsize > 1 else 255
-    if node is None:
-        return float(np.max(value.numbers, initial=0))
-    if node.name == "iota":
-        return node.eqn.params["shape"][node.eqn.params["dimension"]] - 1
-    if depth == 0 or node.name not in _BOUNDS:
-        return 0
-    return _BOUNDS[node.name](node, *(_largest(each, depth - 1) for each in node.operands))
-
-
-# The largest result of an operation, given those of its operands; too small rather than too large.
-_BOUNDS: dict[str, Callable[..., float]] = {
-    **dict.fromkeys("add max select_n concatenate join".split(), lambda _, *sizes: max(sizes)),
-    **dict.fromkeys(("reduce_sum", "cumsum"), lambda node, size: _TERMS[node.name](node) * size),
-    "sub": lambda _, size, subtracted: size,
-    "mul": lambda _, *sizes: math.prod(sizes),
-    "min": lambda _, *sizes: min(sizes),
-    "rem": lambda _, size, divisor: min(size or math.inf, divisor - 1),
-}
 
 
 # --- Sums of many terms, over devices, and of gradients ---
@@ -270,17 +249,16 @@ def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFind
     terms, limit = _TERMS[node.name](node), _largest_count(dtype)
     if terms <= limit or (node.is_backward and not is_scatter):
         return
-    severity = "medium"
-    if is_scatter:
-        # With more terms than all places together can count, some place gets too many.
-        places = node.operands[0].size * terms // max(node.operands[2].size, 1)
-        severity = "high" if terms > limit * places else "medium"
+    # With more terms than all places together can count, some place gets too many.
+    places = node.operands[0].size * terms // max(node.operands[-1].size, 1)
+    severity = "high" if is_scatter and terms > limit * places else "medium"
     what = "The gradient of a lookup" if node.is_backward else node.name
     message = (
         f"{what} adds up to {terms:,} terms in {dtype.name}, which counts exactly only to {limit}: "
         "there a sum may stand still."
     )
-    advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
+    by_cast = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
+    advice = step.in_float32(node.operands[0], "it", by_cast)
     yield step.found(_SUM, severity, node, message, advice, nbytes=_low_nbytes(node))
 
 
@@ -333,11 +311,16 @@ _TERMS: dict[str, Callable[[Node], int]] = {
 
 
 def _named_axes(node: Node) -> list[str]:
-    """Returns the names of the axes over which a node sums; under `jax.vmap` some are numbers."""
+    """Returns the names of the axes of several devices over which a node sums.
+
+    Under `jax.vmap` some axes are numbers.
+    """
     params = node.eqn.params
+    meshes = [each.eqn.params["mesh"] for each in node.outwards if "mesh" in each.eqn.params]
+    single = {axis for mesh in meshes for axis, size in mesh.shape.items() if size == 1}
     axes = params["axes"] if "axes" in params else params["axis_name"]
     each = axes if isinstance(axes, tuple) else (axes,)
-    return [str(axis) for axis in each if not isinstance(axis, int)]
+    return [str(axis) for axis in each if not isinstance(axis, int) and axis not in single]
 
 
 def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str]) -> UntriedFinding:

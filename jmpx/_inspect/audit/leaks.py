@@ -5,7 +5,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, Stream, UntriedFinding
+from jmpx._inspect.audit.step import (
+    AuditedStep,
+    FindingKind,
+    Key,
+    Remedies,
+    Stream,
+    UntriedFinding,
+    is_half_product,
+)
 from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
     compute_dtype,
@@ -26,6 +34,7 @@ _PROMOTION = FindingKind("promotion", Remedies.narrower)
 _SAVED = FindingKind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
+_HALF = 0.3  # of the FLOPs; with fewer in 16 bits, a step is meant to compute in float32
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
@@ -36,6 +45,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     added up by line, because a line may run in many layers.
     """
     if not step.streams.is_half:
+        yield from _wide_part(step)
         return
     leaks = _Leaks(step)
     found = [*leaks.of_streams(), *leaks.of_backward()]
@@ -49,6 +59,21 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
         steps = sum(shares[each.name, each.place] < limit for limit in _SMALL)
         rank = min(SEVERITIES.index(each.severity) + steps, len(SEVERITIES) - 1)
         yield one._replace(finding=each._replace(severity=SEVERITIES[rank]))
+
+
+def _wide_part(step: AuditedStep) -> Iterator[UntriedFinding]:
+    """Yields a finding if a step multiplies mostly in float32, but also much in 16 bits."""
+    products = [node for node in step.streams.forward if node.is_product]
+    wide = [n for n in products if n.operands[0].is_wide and not step.streams.is_asked(n)]
+    flops, total = (sum(node.flops for node in nodes) for nodes in (wide, products))
+    if wide and sum(map(is_half_product, products)) and flops < (1 - _HALF) * total:
+        node, half = max(wide, key=lambda each: each.flops), half_dtype(step.graph)
+        text = (
+            f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: "
+            "the largest one here."
+        )
+        advice = f"cast what enters it, and its weights, with .astype(jnp.{half})"
+        yield step.found(_FLOAT32, "medium", node, text, advice, count=len(wide), flops=flops)
 
 
 class _Leaks:
@@ -83,7 +108,10 @@ class _Leaks:
         saved: dict[Place | None, list[Stream]] = {}
         causes: dict[tuple[str, object], list[Stream]] = {}
         for stream in self._streams.found:
-            is_widening = stream.widened and not self._streams.is_of_autocast(stream)
+            # Autocast's next product rounds what its rules put into float32; a carry stays so.
+            is_carried = any(each.is_carry for each in stream.node.results[0].readers)
+            is_own = self._graph.program.uses_autocast and not is_carried
+            is_widening = stream.widened and not is_own
             if stream.products or is_widening:
                 causes.setdefault((stream.kind, self._change(stream)), []).append(stream)
             elif stream.nbytes and not stream.is_island and not writer_of(stream.node.eqn):
@@ -141,10 +169,7 @@ class _Leaks:
             "nbytes": sum(stream.nbytes for stream in streams),
         }
         found = self._step.found(kind, severity, node, message, *remedy, **sizes)
-        edited = [stream.node for stream in streams]
-        causes = (stream.cause for stream in streams if stream.cause is not None)
-        made = (self._streams.origin(cause)[1] for cause in causes)
-        return found._replace(edited=edited, made=[*filter(None, made)])
+        return found._replace(edited=[stream.node for stream in streams])
 
     def _product(self, streams: list[Stream]) -> UntriedFinding:
         """Returns the finding about products that one change fixes."""
@@ -186,12 +211,10 @@ class _Leaks:
             f"{stream.node.results[0].dtype.name} values outside of norms, softmaxes and losses "
             f"are {share:.0%} of what is saved for the backward pass."
         )
-        remedy = (
-            "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint",
+        advice = (
+            "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint"
         )
-        if stream.cause is not None:
-            remedy = self._remedy(stream.node, stream.cause)
-        return self._found(_SAVED, "medium", stream.node, message, remedy, [stream])
+        return self._found(_SAVED, "medium", stream.node, message, (advice,), [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
         """Returns a clause that counts the products and arrays that a leak puts into float32."""
@@ -243,8 +266,12 @@ class _Leaks:
             return (f"cast {operand} with .astype(jnp.{self._half})", *self._rules(reader))
         if origin is not None and writer_of(origin.eqn):
             layer = f"give the layer there dtype=jnp.{self._half}"
-            return (f"{layer}, or cast its result with .astype(x.dtype)", *self._rules(origin))
-        return ("cast it where it is made, with .astype(x.dtype)",)
+            result = f"its result with .astype(jnp.{self._half})"
+            return (f"{layer}, or cast {result}", *self._rules(origin))
+        # A layer of Flax with dtype=jnp.float32 would widen what is cast for it.
+        layer = ", and give that layer no dtype=jnp.float32" * (writer_of(node.eqn) == "flax")
+        where = f"where a {self._half} array meets it{layer}"
+        return (f"cast it with .astype(jnp.{self._half}) {where}",)
 
     def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
         """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""

@@ -34,7 +34,9 @@ _TARGET = FindingKind("rounded-target")
 KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE, _TARGET)
 
 # Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
-_BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
+_BETWEEN = frozenset("add sub mul div neg abs tanh max min clamp select_n concatenate pad".split())
+# Between the logarithm of a sigmoid and the end of its loss, which weighs and adds.
+_WEIGHED = frozenset("add sub mul div neg select_n reduce_sum".split()) | MOVES_AND_CASTS
 # Between an exponential and the logarithm of a loss: `log(sum(exp))` or `log(softmax + 1e-6)`.
 _OF_SOFTMAX = frozenset("reduce_sum div add max clamp mul select_n abs".split())
 _TIES = frozenset({"slice", "stack", "result", "join", "shard", "unshard"})
@@ -69,15 +71,16 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
 
     It explains the operations between these products and the logarithms of the losses.
     """
-    rounded: dict[Node, np.dtype] = {}
-    for node in step.graph.nodes:
-        if node.name == "log" and not node.is_backward and reaches_end(node):
+    rounded: dict[Node, tuple[np.dtype, str]] = {}
+    for node in step.streams.forward:
+        if node.name == "log1p" and _is_weighed(node) or node.name == "log" and reaches_end(node):
             through = lambda each: _through(each, _OF_SOFTMAX)  # noqa: E731
             behind = Graph.back(node.operands[:1], through, _FARTHEST)
             exponentials = (each for each in behind if each.name == "exp")
             for exponential in (e for e in exponentials if is_at_most_zero(e.operands[0])):
                 products, between = _rounded(exponential.operands[0])
-                rounded.update(products)
+                function = "softmax" if node.name == "log" else "sigmoid"
+                rounded.update((each, (dtype, function)) for each, dtype in products)
                 if products:
                     step.explained.update((node, exponential, *between))
     step.explained.update(rounded)
@@ -85,13 +88,23 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
     for node in step.graph.nodes if rounded else ():
         if node.is_product:
             sizes[step.key(node)] += node.flops
-    for product, dtype in rounded.items():
+    for product, (dtype, function) in rounded.items():
         text = (
-            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
-            "difference of probabilities, which may be smaller than what the rounding changes."
+            f"Logits are rounded to {dtype.name} before the {function} of a loss: its gradient is "
+            "a difference of probabilities, which may be smaller than what the rounding changes."
         )
         remedy, size = _remedy_for_logits(step, product, dtype), sizes.pop(step.key(product), 0)
         yield step.found(_LOGITS, "high", product, text, *remedy, flops=size)
+
+
+def _is_weighed(node: Node) -> bool:
+    """Whether a result reaches the end of a loss through weights and sums alone."""
+
+    def through(node: Node) -> list[Value]:
+        return node.results if node.name in _WEIGHED and not node.is_backward else []
+
+    readers = Graph.forward(node.results, through)
+    return any(value.is_output for each in readers for value in through(each))
 
 
 def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
@@ -133,7 +146,7 @@ def _remedy_for_logits(step: AuditedStep, product: Node, dtype: np.dtype) -> Ite
     scopes = {node.scope for node in step.graph.nodes} if module is not None else ()
     has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
     is_selected = selector is not None and (is_autocast if module is None else not has_parts)
-    if is_autocast and not is_selected:
+    if is_autocast:
         yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
     else:
         yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"
@@ -234,21 +247,27 @@ def _target(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
     """
     (result,), argument, program = cast.results, before(cast.operands[0], MOVES), step.graph.program
     is_target = argument.kind == "input" and argument.is_wide and result.is_low
-    if not is_target or argument.index in program.parameters or not reaches_end(cast):
+    if not is_target or argument.index in program.parameters:
         return
     moves = lambda node: node.results if node.name in MOVES_AND_CASTS else []  # noqa: E731
     near = list(Graph.forward([argument], moves))
     readers = [node for node in near if node.name not in MOVES_AND_CASTS]
     outputs = Graph.back([v for node in readers for v in node.operands], lambda node: node.operands)
-    is_compared = {n.name for n in readers} == {"sub"} and any(n.is_product for n in outputs)
+    is_compared = {n.name for n in readers} == {"sub"} and reaches_end(cast)
+    is_compared &= any(n.is_product for n in outputs)
+    what = "the loss subtracts it: errors"
+    for node in (each for each in readers if each.name == "sub"):
+        if all(before(value, MOVES_AND_CASTS) is argument for value in node.operands):
+            readers, is_compared = [node], True  # distances of positions
+            what = "its numbers are subtracted from each other: differences"
     # A step subtracts the change of a parameter from the parameter itself.
     if not is_compared or not {*readers}.isdisjoint(argument.readers):
         return
     step.explained.update(near)
     name, share = program.names[argument.index], float(jnp.finfo(result.dtype).eps) / 2
     text = (
-        f"The argument `{name}` is rounded to {result.dtype.name} before the loss subtracts it: "
-        f"errors below {share:.2%} of its numbers are lost."
+        f"The argument `{name}` is rounded to {result.dtype.name} before {what} below {share:.2%} "
+        "of its numbers are lost."
     )
     advice = f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
     yield step.found(_TARGET, "medium", readers[0], text, advice, nbytes=result.nbytes)

@@ -18,6 +18,7 @@ from jmpx._inspect.audit.values import (
     half_dtype,
     multiplied,
     outermost_dtype,
+    to_products,
     user_call,
 )
 from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
@@ -95,8 +96,7 @@ class Streams:
         self._read: set[Node] = set()  # those of these casts that an operation has read
         # Products that make a matrix to decompose, and the nodes between the two.
         decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
-        through = lambda node: [] if node.is_product else node.operands  # noqa: E731
-        self._decomposed = frozenset(Graph.back(decomposed, through))
+        self._decomposed = frozenset(Graph.back(decomposed, to_products))
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -216,12 +216,6 @@ class Streams:
         """Whether a value belongs to a stream that a finding is about."""
         stream = self._of[value].whole if value in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
-
-    def is_of_autocast(self, stream: Stream) -> bool:
-        """Whether autocast chose float32 for the operation at which a stream starts, as a norm."""
-        reader = next(iter(stream.node.results[0].readers), stream.node)
-        is_silent = stream.node.name == CAST and user_call(reader) == user_call(stream.node)
-        return self._graph.program.uses_autocast and is_silent and not reader.is_structure
 
     def origin(self, value: Value) -> tuple[Value, Node | None]:
         """Returns the first wide value before a wide one, and the node that made or first read it.
@@ -405,7 +399,6 @@ class UntriedFinding(NamedTuple):
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
     edited: Sequence[Node] = ()  # those whose operands its advice casts to 16 bits
-    made: Sequence[Node] = ()  # those that made these operands, and may be cast instead
 
 
 class AuditedStep:
@@ -423,6 +416,41 @@ class AuditedStep:
     def key(self, node: Node) -> Key:
         """Returns where a node is: the same for a forward product and its backward ones."""
         return node.path, node.place
+
+    def flops_of(self, nodes: Iterable[Node]) -> int:
+        """Returns the FLOPs of those nodes that are products, and of their backward products."""
+        keys = {self.key(node) for node in nodes if node.is_product}
+        return sum(n.flops for n in self.graph.nodes if n.is_product and self.key(n) in keys)
+
+    def in_float32(self, value: Value, what: str, by_cast: str = "") -> str:
+        """Returns advice by which code that reads a value computes in float32.
+
+        No cast helps where a policy has rounded an argument, nor under autocast: its code was
+        traced in float32, and JAX drops casts from float32 to float32.
+
+        Args:
+            value: what the code reads.
+            what: the code, for example `"exp"`.
+            by_cast: the advice where a cast helps, unless it is one before the code.
+        """
+        if self.graph.program.uses_autocast:
+            return f"with jmpx.full_precision(): around {what}"
+        if name := self.rounded_argument(value):
+            return f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
+        return by_cast or f"x.astype(jnp.float32) before {what}"
+
+    def rounded_argument(self, value: Value) -> str:
+        """Returns the name of the largest argument that a policy rounds before a value, or "".
+
+        It is also empty if a product makes the value.
+        """
+        nodes = list(Graph.back([value], to_products))
+        casts = (n for n in nodes if n.name == CAST and n.results[0].is_low)
+        inputs = (before(n.operands[0], MOVES) for n in casts if writer_of(n.eqn) == "jmpx")
+        rounded = [value for value in inputs if value.kind == "input"]
+        if not rounded or any(node.is_product for node in nodes):
+            return ""
+        return self.graph.program.names[max(rounded, key=lambda each: each.size).index]
 
     def found(
         self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,

@@ -40,15 +40,10 @@ class Trial:
 
     def __init__(self, graph: Graph, groups: Sequence[Sequence[UntriedFinding]]) -> None:
         program, self._half, self.reason = graph.program, half_dtype(graph), ""
-        self._program, (self._arrays, data) = program, _filled(program)
-        edited = [[node for found in group for node in found.edited] for group in groups]
-        made = [[node for found in group for node in found.made] for group in groups]
-        self._data = [_first_of(data, nodes) for nodes in edited]
+        self._program, self._arrays = program, _filled(program)
+        edits = [[node for found in group for node in found.edited] for group in groups]
         self._under, streams = dict[Rule, float](), Streams(graph)  # the errors under rules
-        # Behind the edits that are advised come those of a cast here, not where the array is made.
-        edits = [*zip(edited, made, strict=True)]
-        edits += [(nodes if makers else [], []) for nodes, makers in edits]
-        runs = self._runs(program, [dict(_points(graph, streams, *edit)) for edit in edits])
+        runs = self._runs(program, [dict(_points(graph, streams, edit)) for edit in edits])
         count = len(runs.points.order)
 
         def results(*rounding: int) -> list[Array]:
@@ -63,7 +58,7 @@ class Trial:
             self.before = self._error(results(*range(count)))
             self._after = {
                 number: self._error(results(*range(count), count + number))
-                for number, (nodes, _) in enumerate(edits)
+                for number, nodes in enumerate(edits)
                 if nodes
             }
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -106,17 +101,11 @@ class Trial:
         """Returns a finding with the errors without and with its rule, or else its edit."""
         if self.reason or not (finding.rule or number in self._after):
             return finding
-        if self._data[number]:
-            advice = f"{finding.advice} (not tried, as {self._data[number]} is a shape)"
-            return finding._replace(advice=advice)
-        edit, here = (self._after.get(n, math.inf) for n in (number, number + len(self._data)))
+        edit = self._after.get(number, 0.0)
         after = self._under[parse_rule(finding.rule)] if finding.rule else edit
         told = finding._replace(before=self.before, after=after)
-        if number not in self._after or self._passes(edit):
+        if self._passes(edit):
             return told
-        if self._passes(here):
-            advice = f"cast it here, with .astype(jnp.{self._half}), not where it is made"
-            return told._replace(advice=advice, after=after if finding.rule else here)
         if finding.rule:
             return told._replace(advice="")
         advice = f"keep it in float32: {self._half} was tried, and raises the error"
@@ -126,10 +115,10 @@ class Trial:
 # --- The arguments ---
 
 
-def _filled(program: Program) -> tuple[list[Array], dict[int, str]]:
-    """Returns the inputs, with random numbers for floating shapes, and the names of filled data.
+def _filled(program: Program) -> list[Array]:
+    """Returns the inputs, with random numbers for floating shapes in the first argument.
 
-    Data are the inputs behind the first argument. Weights, in it, are scaled by their rows.
+    They are weights, scaled by their rows. No random numbers stand for data.
     """
     shapes = {i: a for i, a in enumerate(program.arrays) if isinstance(a, jax.ShapeDtypeStruct)}
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
@@ -142,31 +131,20 @@ def _filled(program: Program) -> tuple[list[Array], dict[int, str]]:
     first = sum(is_traceable(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     rng, arrays = np.random.default_rng(0), list(program.arrays)
     for index, shape in shapes.items():
-        if not is_floating_dtype(shape.dtype):
+        if index >= first or not is_floating_dtype(shape.dtype):
             raise ValueError(
                 f"Expected an array as {program.names[index]}, got a shape of {shape.dtype}: "
-                "run=True fills floating shapes alone with random numbers."
+                "run=True fills floating shapes of the first argument alone with random numbers."
             )
         numbers = rng.standard_normal(shape.shape, np.float32)
-        if index < first and numbers.ndim > 1:
+        if numbers.ndim > 1:
             numbers /= math.sqrt(numbers.shape[-2])
         arrays[index] = numbers.astype(program.jaxpr.in_avals[index].dtype)
     with_arrays(dataclasses.replace(program, arrays=arrays), "jmpx.inspect.audit with run=True")
-    return arrays, {index: program.names[index] for index in shapes if index >= first}
-
-
-def _first_of(data: dict[int, str], nodes: Collection[Node]) -> str:
-    """Returns the name of an input of which nodes read what is in float32 only; or nothing."""
-    values = [value for node in nodes for value in node.operands if _is_wide(value)]
-    values += [v for node in Graph.back(values, _wide_operands) for v in _wide_operands(node)]
-    return next((data[value.index] for value in values if value.index in data), "")
+    return arrays
 
 
 # --- The edits ---
-
-
-def _wide_operands(node: Node) -> list[Value]:
-    return [value for value in node.operands if value.is_wide]
 
 
 def _is_wide(value: Value) -> bool:
@@ -184,23 +162,19 @@ def before_products(graph: Graph) -> set[Node]:
 
 
 def _points(
-    graph: Graph, streams: Streams, edited: Collection[Node], made: Collection[Node]
+    graph: Graph, streams: Streams, edited: Collection[Node]
 ) -> Iterator[tuple[SiteKey, list[Point]]]:
-    """Yields the points that round if nodes read 16 bits, from where these are made, and so on.
+    """Yields the points that round if nodes read 16 bits, and so on.
 
     What reaches no product is the loss, which is for the user to have in float32.
     """
-    edited, narrow, between = set(edited), set[Value](), set(made)
-    operands = (value for each in edited for value in _wide_operands(each))
-    read = {*edited, *Graph.back(operands, _wide_operands)}
+    edited, narrow = set(edited), set[Value]()
     inner = before_products(graph)
     for node in streams.forward if edited else ():
         given = node.first_operands
         is_reached = any(value in narrow for value in given) and not streams.is_asked(node)
         is_narrow = is_reached and not any(_is_wide(v) and v not in narrow for v in given)
-        if node in read and any(value.node in between for value in given):
-            between.add(node)
-        is_narrow |= node in edited or node in between
+        is_narrow |= node in edited
         if is_narrow and (node in inner or not reaches_end(node)):
             narrow.update(value for value in node.results if value.is_wide)
     keys = {(each.path, each.place) for each in edited}

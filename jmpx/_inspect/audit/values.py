@@ -118,6 +118,11 @@ def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
     return any(v.is_output or (not v.readers and v.shape == ()) for v in values)
 
 
+def to_products(node: Node) -> list[Value]:
+    """Returns the operands of a node, to walk back as far as products."""
+    return [] if node.is_product else node.operands
+
+
 def user_call(node: Node) -> object:
     """Returns the user's call of which an operation is a part; None if it is unknown."""
     calls = (call_of(each.eqn) for each in node.outwards)
