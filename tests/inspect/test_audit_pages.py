@@ -13,7 +13,7 @@ import jmpx
 pytestmark = [pytest.mark.thorough, pytest.mark.versions]
 # The reports that each page prints, in its order.
 PRINTED = {
-    "audit.md": ["found"],
+    "ranges.md": ["found"],
     "blame.md": ["report", "better.diff(report)"],
     "choose.md": ["choice"],
     "compare.md": ["report"],
@@ -25,7 +25,7 @@ AUDITS = ROOT / "docs" / "audit.md"
 
 def words(text):
     """Returns each line without its numbers, units, bars and places, which versions change."""
-    place = re.compile(r"(<doctest [^>]*>|\w+\.py):\d+")
+    place = re.compile(r"(<doctest [^>]*>|\w+\.py):\d+|_\d+(?=[:'\"])")  # also in a scope's name
     number = re.compile(r"[-<>+]*[\d.,e*%+-]+|#*\.*|[kMGT]?i?(?:FLOP|B)")
     lines = (place.sub("", line).split() for line in text.splitlines())
     return [[word for word in line if not number.fullmatch(word)] for line in lines]

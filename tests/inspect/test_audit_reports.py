@@ -356,7 +356,7 @@ def test_fails_if_the_share_is_smaller(bfloat16, float32, at_least):
 
 
 def test_the_page_of_audits_has_every_kind_of_finding():
-    page = (ROOT / "docs" / "audit.md").read_text()
+    page = (ROOT / "docs" / "findings.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(KINDS)
     assert all(len(what) > 10 and len(advice) > 20 for _, what, advice in rows)

@@ -384,7 +384,7 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
 
 
 class FindingKind(NamedTuple):
-    """A kind of finding; the table of `docs/audit.md` explains each."""
+    """A kind of finding; the table of `docs/findings.md` explains each."""
 
     name: str  # public: `report.check(allow=...)` and the JSON have it
     # Returns rules of policy maps that may fix a finding about these nodes, besides its own.

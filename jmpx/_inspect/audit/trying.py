@@ -83,7 +83,7 @@ class Trial:
         """Whether an error is one that the rounding of the program itself explains."""
         # The parameters that a step returns are mostly those that it was given, without an error.
         is_step = self._program.has_backward and not self._program.is_differentiated
-        least = 0.0 if is_step else float(jnp.finfo(self._half).eps)
+        least = 0.0 if is_step else 2 * float(jnp.finfo(self._half).eps)
         return after <= max(_RISE * self.before, least)
 
     def refused(self, rule: Rule) -> str:
