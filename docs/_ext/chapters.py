@@ -6,8 +6,7 @@ A page that no chapter names is put into one of its own, so that no page is lost
 CHAPTERS = {
     "Get started": ["start", "choosing", "train_step", "notebooks/first_steps"],
     "Guides": [
-        *("policies", "loss_scaling", "autocast", "memory", "gradients", "matmul", "eight_bits"),
-        *("flags", "logging"),
+        *("policies", "loss_scaling", "autocast", "memory", "gradients", "eight_bits", "flags"),
     ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
     "Models": ["recipes", "language_models", "reinforcement_learning", "recurrent"],
@@ -22,7 +21,8 @@ OTHERS = "More"
 UNDER = {
     "train_step": ["model_state"],
     "policies": ["which_way", "public_programs"],
-    "autocast": ["transformations", "casts", "derivatives", "how_it_works"],
+    "loss_scaling": ["logging"],
+    "autocast": ["transformations", "matmul", "casts", "derivatives", "how_it_works"],
     "eight_bits": ["eight_bits_measured"],
     "equinox": ["equinox_details"],
     "flax_nnx": ["nnx_details"],
