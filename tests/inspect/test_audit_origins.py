@@ -226,3 +226,21 @@ def test_what_the_norms_of_a_class_have_in_common_is_one_finding(framework, name
     (finding,) = findings("by=modules,c=bf16")
     assert finding.rule == "LayerNorm: full" and finding.count % 3 == 0
     assert findings(f"by=modules,c=bf16; {finding.rule}") == []
+
+
+def test_a_layer_that_is_given_a_wide_array_may_have_a_wide_dtype():
+    """The trace is the same for both, so the advice is what mends both."""
+
+    def audited(dtype, inner):
+        net = nn.Sequential([nn.LayerNorm(dtype=inner), nn.Dense(64, dtype=dtype)])
+        x = jax.ShapeDtypeStruct((32, 64), "float32")
+        params = jax.eval_shape(net.init, jax.random.key(0), x)
+        loss = lambda params, x: jnp.mean(net.apply(params, x) ** 2)  # noqa: E731
+        policy = "by=arguments,c=bf16,o=f32"
+        return jmpx.inspect.audit(jmpx.apply_policy(loss, policy))(params, x).findings
+
+    for dtype, inner in ((jnp.float32, jnp.float32), (None, jnp.float32)):
+        worst = audited(dtype, inner)[0]
+        assert (worst.severity, worst.name) == ("high", "mixed-product")
+        assert worst.advice == "give the layer here dtype=jnp.bfloat16"
+    assert not [each for each in audited(jnp.bfloat16, jnp.float32) if "product" in each.name]

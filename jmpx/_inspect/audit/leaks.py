@@ -185,6 +185,9 @@ class _Leaks:
             remedy = (f"give {layer.__name__} dtype=jnp.{self._half}", *self._rules(node))
             if len({stream.node.path for stream in streams}) > 1:
                 remedy = (remedy[0], *self._rules(node, layer), *remedy[1:])
+        elif wide and self._known(wide)[0] is None and writer_of(node.eqn) == "flax":
+            because += ", or of the `dtype` of the layer"  # no trace tells which
+            remedy = (f"give the layer here dtype=jnp.{self._half}", *self._rules(node))
         dtype = (wide or node.results[0]).dtype.name
         message = f"{runs} in {dtype}{here}{because}{self._behind(streams, 1)}."
         return self._found(kind, "high", node, message, remedy, streams)
@@ -268,10 +271,7 @@ class _Leaks:
             layer = f"give the layer there dtype=jnp.{self._half}"
             result = f"its result with .astype(jnp.{self._half})"
             return (f"{layer}, or cast {result}", *self._rules(origin))
-        # A layer of Flax with dtype=jnp.float32 would widen what is cast for it.
-        layer = ", and give that layer no dtype=jnp.float32" * (writer_of(node.eqn) == "flax")
-        where = f"where a {self._half} array meets it{layer}"
-        return (f"cast it with .astype(jnp.{self._half}) {where}",)
+        return (f"cast it with .astype(jnp.{self._half}) where a {self._half} array meets it",)
 
     def _rules(self, node: Node, layer: type | None = None) -> Iterator[str]:
         """Yields the rule that makes a node's module, or all of a class, compute in 16 bits."""
