@@ -1,5 +1,6 @@
 """Float32 that leaks into 16 bits: each leak is found once, at its line, with a remedy."""
 
+import functools
 import math
 import os
 import sysconfig
@@ -483,3 +484,22 @@ def test_what_the_user_rounds_under_autocast_is_one_finding():
 
     (finding,) = found(jmpx.autocast(loss, "c=f16"), W, shape(8, WIDTH))
     assert (finding.name, finding.place.line) == ("double-rounding", line_of(loss))
+
+
+def test_what_reads_the_float32_state_of_a_recurrence_is_no_leak_but_a_product_in_it_is():
+    shapes = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((64, 16), "float32")
+
+    def loss(w, x, is_recurrent):
+        low, u = w.astype(BF16), (x.astype(BF16) @ w.astype(BF16))
+
+        def step(state, u):
+            fed = state @ low if is_recurrent else 0.9 * state
+            state = fed + u.astype(F32)
+            return state, state @ low
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros(16), u)[1] ** 2)
+
+    for is_recurrent in (False, True):
+        report = jmpx.inspect.audit(functools.partial(loss, is_recurrent=is_recurrent))(*shapes)
+        leaks = [each for each in report.findings if "product" in each.name]
+        assert bool(leaks) is is_recurrent

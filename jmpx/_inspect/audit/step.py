@@ -17,6 +17,7 @@ from jmpx._inspect.audit.values import (
     compute_dtype,
     half_dtype,
     multiplied,
+    number_of,
     outermost_dtype,
     to_products,
     user_call,
@@ -96,7 +97,18 @@ class Streams:
         self._read: set[Node] = set()  # those of these casts that an operation has read
         # Products that make a matrix to decompose, and the nodes between the two.
         decomposed = (v for n in graph.nodes if n.name in DECOMPOSITIONS for v in n.operands)
-        self._decomposed = frozenset(Graph.back(decomposed, to_products))
+        meant = {*Graph.back(decomposed, to_products)}
+        # Products that read the float32 state of a recurrence, and do not change it.
+        for carry in (node for node in graph.nodes if node.is_carry and node.results[0].is_wide):
+            if number_of(carry.operands[0]) is None:  # the code itself begins no state
+                continue
+            changing = {*Graph.back(carry.operands[1:], lambda node: node.operands)}
+            is_fed = any(value.kind == "input" for node in changing for value in node.operands)
+            if is_fed:
+                through = lambda node: [] if node.is_product else node.results  # noqa: E731
+                read = Graph.forward(carry.results, through)
+                meant.update(n for n in read if n.is_product and n not in changing)
+        self._meant = frozenset(meant)  # to be in float32
         self.forward: list[Node] = []
         after: set[Value] = set()  # results of the other nodes
         for node in graph.nodes:
@@ -235,10 +247,10 @@ class Streams:
         """Whether the user asks for float32 in a node: by a policy, a rule or a precision.
 
         A product that sums over all axes counts as a norm, which is meant to be in float32. So is a
-        matrix to decompose.
+        matrix to decompose, and what reads the state of a recurrence.
         """
         place, program = where(node.scope), self._graph.program
-        if place.is_full or node in self._decomposed:
+        if place.is_full or node in self._meant:
             return True
         if node.is_product and (is_precise(node.eqn) or _is_inner(node)):
             return True
