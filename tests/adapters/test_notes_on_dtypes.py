@@ -1,5 +1,7 @@
 """Errors about dtypes that a policy has cast to have a note: which policy, and what mends it."""
 
+from typing import Any
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -55,7 +57,7 @@ FAILING = MEETING | WITHOUT_KERNEL
 
 class Equinox(eqx.Module):
     weight: jax.Array
-    run: object = eqx.field(static=True)
+    run: Any = eqx.field(static=True)
 
     def __call__(self, x):
         return self.run(self.weight + x)
@@ -71,7 +73,7 @@ class Haiku(hk.Module):
 
 
 class Linen(nn.Module):
-    run: object
+    run: Any
 
     @nn.compact
     def __call__(self, x):

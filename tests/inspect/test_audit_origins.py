@@ -235,7 +235,7 @@ def test_a_layer_that_is_given_a_wide_array_may_have_a_wide_dtype():
         net = nn.Sequential([nn.LayerNorm(dtype=inner), nn.Dense(64, dtype=dtype)])
         x = jax.ShapeDtypeStruct((32, 64), "float32")
         params = jax.eval_shape(net.init, jax.random.key(0), x)
-        loss = lambda params, x: jnp.mean(net.apply(params, x) ** 2)  # noqa: E731
+        loss = lambda params, x: mean_square(net.apply(params, x))  # noqa: E731
         policy = "by=arguments,c=bf16,o=f32"
         return jmpx.inspect.audit(jmpx.apply_policy(loss, policy))(params, x).findings
 
