@@ -46,12 +46,14 @@ def test_each_file_that_raises_or_warns_is_in_the_index():
 # who changes jmpx. Tests of their own provoke them.
 OF_OTHER_TESTS = (
     "Cannot watch inside of the jax.shard_map",
+    "Expected a loss, which each policy casts",
     "Expected a policy that holds an error of",
     "Expected an error= that float32 can hold",
     "Expected at most as many chips as",
     "Two rules for the primitive",
     "libcst does not read it to the end",
     "… traces the function, so that arrays are lost",
+    "the results in float32 are not finite",
 )
 
 
