@@ -114,7 +114,8 @@ def test_a_loss_of_derivatives_is_differentiated_and_a_step_is_not(rng):
     written = jax.jit(jmpx.inspect.emulate(gradient))(*batch)
     exact = jax.jit(jax.grad(loss_fn))(*batch)
     expected = np.linalg.norm(written - exact) / np.linalg.norm(exact)
-    assert np.isclose(report.error, expected, rtol=0.5)  # not the error of the value
+    # That of the value is a seventh of it or less. JAX 0.12's CPU multiplies bfloat16 more roughly.
+    assert np.isclose(report.error, expected, rtol=0.1)
     step = lambda w, x: (loss_fn(w, x), w - jax.grad(loss_fn)(w, x))  # noqa: E731
     assert blame(step, POLICY)(batch).title.startswith("the results of")
 
