@@ -50,9 +50,11 @@ def contents(caption: str, pages: list[str]) -> str:
 
 def toctrees(names: set[str]) -> str:
     """Returns the tables of contents of the pages `names`."""
-    under = {page for pages in UNDER.values() for page in pages}
-    named = {page for pages in CHAPTERS.values() for page in pages} | under
-    chapters = CHAPTERS | {OTHERS: sorted(n for n in names - named if "/" not in n)}
+    parents = {page: parent for parent, pages in UNDER.items() for page in pages}
+    named = {page for pages in CHAPTERS.values() for page in pages}
+    named |= {page for page, parent in parents.items() if parent in names}
+    others = sorted(n for n in names - named if "/" not in n or n in parents)
+    chapters = CHAPTERS | {OTHERS: others}
     blocks = []
     for caption, pages in chapters.items():
         if there := [page for page in pages if page in names]:
@@ -66,7 +68,8 @@ def add_chapters(app, docname, source):
         pages = set(app.env.found_docs) - {"index"}
         source[0] += "\n\n" + toctrees(pages) + "\n"
     elif docname in UNDER:
-        source[0] += "\n\n" + contents("", UNDER[docname]) + "\n"
+        there = [page for page in UNDER[docname] if page in app.env.found_docs]
+        source[0] += "\n\n" + contents("", there) + "\n"
 
 
 def outdated(app, env, added, changed, removed):
