@@ -10,7 +10,7 @@ from libcst.metadata import Scope
 from jmpx._migrate.names import CLASS, DYNAMIC_SCALE, OTHER_CLASS, Facts, Marks
 
 _WRITE_STEP = (
-    "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad(loss_fn, "
+    "write (loss, dynamic_scale, grads_finite, grads) = jmpx.value_and_grad(loss_fn, "
     'dynamic_scale, policy="full")(params)'
 )
 _VALUE_AND_GRAD = m.Call(m.Attribute(attr=m.Name("value_and_grad")))

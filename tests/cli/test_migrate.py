@@ -164,11 +164,11 @@ HEAD = "from flax.training.dynamic_scale import DynamicScale\nds = DynamicScale(
 LEFT = {
     "positional DynamicScale": (
         "import flax.training.dynamic_scale as d\nx = f(dynamic_scale.value_and_grad(g))\n",
-        "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad",
+        "write (loss, dynamic_scale, grads_finite, grads) = jmpx.value_and_grad",
     ),
     "argnums": (
         "dynamic_scale, ok, v, g = dynamic_scale.value_and_grad(f, argnums=1)(x)\n",
-        "write (loss, dynamic_scale, finite, grads) = jmpx.value_and_grad",
+        "write (loss, dynamic_scale, grads_finite, grads) = jmpx.value_and_grad",
     ),
     "no import of Flax's class": (
         "from flax import linen\nf(*dynamic_scale.scale)\n",
