@@ -233,19 +233,13 @@ def test_a_tab_is_remembered_on_the_next_page(server, browser):
         assert set(browser.evaluate(shown)) == {"Equinox"}
 
 
-def test_a_phone_shows_the_string_of_the_first_program(server, browser):
+def test_a_phone_shows_the_first_programs_whole(server, browser):
     browser.open_page(server + "index.html", PHONE)
-    right = """(() => {
-        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-        while (walker.nextNode()) {
-            if (walker.currentNode.data.includes("c=bf16")) {
-                const range = document.createRange();
-                range.selectNodeContents(walker.currentNode);
-                return range.getBoundingClientRect().right;
-            }
-        }
-    })()"""
-    assert 0 < browser.evaluate(right) < PHONE - 20
+    widths = """Array.from(document.querySelectorAll(".jmpx-first pre"))
+        .map(each => [each.scrollWidth, each.clientWidth])"""
+    found = browser.evaluate(widths)
+    assert len(found) == 2
+    assert all(whole <= shown for whole, shown in found)
 
 
 def test_the_theme_can_be_dark(server, browser):
