@@ -435,7 +435,8 @@ def planned(loss: Loss, model: PyTree, batch: tuple[jax.Array, ...], policy: str
 
         def step(arrays: PyTree, state: Any, *batch: jax.Array) -> Any:
             grads = gradients(loss, policy)(eqx.combine(arrays, static), *batch)
-            grads = eqx.filter(grads, eqx.is_inexact_array)
+            # Those of an NNX module are a State.
+            grads = jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(grads))
             updates, state = optimizer.update(grads, state)
             return optax.apply_updates(arrays, updates), state
 
