@@ -15,7 +15,6 @@ from jmpx._inspect.audit.report import (
 )
 from jmpx._inspect.audit.step import (
     AuditedStep,
-    FindingKind,
     Remedies,
     UntriedFinding,
     is_half_product,
@@ -29,9 +28,10 @@ from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
 
-# Each file has `KINDS` and `search`. `rounding` runs first: the others skip what it explains.
+# Each file has `search` and `KINDS`: the names of kinds, which are public, and methods that return
+# rules that may fix a finding. `rounding` runs first: the others skip what it explains.
 _SEARCHES = (rounding, leaks, hazards, hardware)
-KINDS: dict[str, FindingKind] = {kind.name: kind for each in _SEARCHES for kind in each.KINDS}
+KINDS = {name: rules for each in _SEARCHES for name, rules in each.KINDS.items()}
 _MOST = 12  # rules that are tried in one audit; each is one more trace
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
@@ -209,7 +209,7 @@ class _Trials:
 
     def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
         """Returns the first rule that fixes a group, or "", and a sentence with `{}` for advice."""
-        is_leak = self._found[_key(group[0])].kind in leaks.KINDS
+        is_leak = group[0].name in leaks.KINDS
         own = 0 if is_leak else sum(finding.flops for finding in group)
         rank, second, refused = SEVERITIES.index(group[0].severity), "", ""
         candidates = self._common_rules(group)
@@ -249,7 +249,9 @@ class _Trials:
     def _rules(self, finding: Finding) -> list[str]:
         """Returns the rules that may fix a finding, except those for an outermost module."""
         found = self._found[_key(finding)]
-        texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
+        rules = KINDS[finding.name]
+        tried = rules(self._remedies, found.nodes) if rules else ()
+        texts = dict.fromkeys((*found.rules, *tried))
         return [text for text in texts if not self._graph.selects_all(parse_rule(text))]
 
     def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import (
     AuditedStep,
-    FindingKind,
     Key,
     Remedies,
     Stream,
@@ -28,11 +27,8 @@ from jmpx._jaxprs.equations import DECOMPOSITIONS, Place, source_of, writer_of
 from jmpx._jaxprs.inner import is_outer
 from jmpx._jaxprs.marks import module_of
 
-_FLOAT32 = FindingKind("float32-product", Remedies.narrower)
-_MIXED = FindingKind("mixed-product", Remedies.narrower)
-_PROMOTION = FindingKind("promotion", Remedies.narrower)
-_SAVED = FindingKind("saved-float32", Remedies.narrower)
-KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
+_FLOAT32, _MIXED = "float32-product", "mixed-product"
+KINDS = dict.fromkeys((_FLOAT32, _MIXED, "promotion", "saved-float32"), Remedies.narrower)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _HALF = 0.3  # of the FLOPs; with fewer in 16 bits, a step is meant to compute in float32
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
@@ -51,7 +47,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     found = [*leaks.of_streams(), *leaks.of_backward()]
     products = max(sum(each.flops for each in step.graph.nodes), 1)
     shares = defaultdict[tuple[str, Place | None], float](float)
-    for _, each, *_ in found:
+    for each in (one.finding for one in found):
         share = max(each.flops / products, each.nbytes / max(step.streams.saved, 1))
         shares[each.name, each.place] += share
     for one in found:
@@ -156,7 +152,7 @@ class _Leaks:
             yield found._replace(edited=nodes)
 
     def _found(
-        self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
+        self, kind: str, severity: str, node: Node, message: str, remedy: Sequence[str],
         streams: Sequence[Stream],
     ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about streams, which counts the backward products of theirs, too."""
@@ -207,7 +203,7 @@ class _Leaks:
             message = f"A {self._half} array is cast to float32 and goes on so{behind}."
             remedy = (f"cast it back with .astype(jnp.{self._half}) before other modules read it",)
         severity = "high" if any(stream.products for stream in streams) else "medium"
-        return self._found(_PROMOTION, severity, node, message, remedy, streams)
+        return self._found("promotion", severity, node, message, remedy, streams)
 
     def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
@@ -217,7 +213,7 @@ class _Leaks:
         advice = (
             "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint"
         )
-        return self._found(_SAVED, "medium", stream.node, message, (advice,), [stream])
+        return self._found("saved-float32", "medium", stream.node, message, (advice,), [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
         """Returns a clause that counts the products and arrays that a leak puts into float32."""

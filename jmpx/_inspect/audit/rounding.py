@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
+from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
@@ -26,12 +26,11 @@ from jmpx._inspect.audit.values import (
 from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
 from jmpx._jaxprs.equations import writer_of
 
-_LOGITS = FindingKind("rounded-logits", Remedies.wider)
-_CONSTANT = FindingKind("constant-range", Remedies.wider)
-_TO_AND_FRO = FindingKind("cast-to-and-fro", Remedies.wider_makers)
-_TWICE = FindingKind("double-rounding", Remedies.wider_makers)
-_TARGET = FindingKind("rounded-target")
-KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE, _TARGET)
+KINDS = {
+    **dict.fromkeys(("rounded-logits", "constant-range"), Remedies.wider),
+    **dict.fromkeys(("cast-to-and-fro", "double-rounding"), Remedies.wider_makers),
+    "rounded-target": None,
+}
 
 # Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg abs tanh max min clamp select_n concatenate pad".split())
@@ -94,7 +93,7 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
             "a difference of probabilities, which may be smaller than what the rounding changes."
         )
         remedy, size = _remedy_for_logits(step, product, dtype), sizes.pop(step.key(product), 0)
-        yield step.found(_LOGITS, "high", product, text, *remedy, flops=size)
+        yield step.found("rounded-logits", "high", product, text, *remedy, flops=size)
 
 
 def _is_weighed(node: Node) -> bool:
@@ -175,7 +174,7 @@ def _constant(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     text = f"{what} {'-' * (number < -1)}{became} in float16, whose {limit}."
     advice = "use a number that float16 holds: jnp.finfo(x.dtype).min in a mask, an epsilon of 1e-4"
     nbytes = node.times * node.results[0].nbytes
-    yield step.found(_CONSTANT, "high", node, text, advice, nbytes=nbytes)
+    yield step.found("constant-range", "high", node, text, advice, nbytes=nbytes)
 
 
 def _beyond(value: Value, depth: int = 8) -> float | None:
@@ -270,7 +269,7 @@ def _target(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
         "of its numbers are lost."
     )
     advice = f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
-    yield step.found(_TARGET, "medium", readers[0], text, advice, nbytes=result.nbytes)
+    yield step.found("rounded-target", "medium", readers[0], text, advice, nbytes=result.nbytes)
 
 
 # --- Casts ---
@@ -290,7 +289,7 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
         name = f"argument `{graph.program.names[origin.index]}`" if is_argument else "value"
         text = f"A {stored.dtype.name} {name} is cast to {result.dtype.name}: it is rounded twice."
         advice = "cast once, from float32, or use one 16-bit dtype"
-        yield step.found(_TWICE, "medium", node, text, advice, nbytes=nbytes)
+        yield step.found("double-rounding", "medium", node, text, advice, nbytes=nbytes)
         return
     is_back = first.is_wide and source.is_low and result.is_wide
     if earlier is None or not is_back or step.streams.is_of_leak(result):
@@ -301,7 +300,7 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
         names = " to ".join(value.dtype.name for value in (first, source, result))
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
         advice = f"read the {first.dtype.name} value, or leave out the cast back"
-        yield step.found(_TO_AND_FRO, severity, node, text, advice, nbytes=nbytes)
+        yield step.found("cast-to-and-fro", severity, node, text, advice, nbytes=nbytes)
 
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -395,18 +395,9 @@ def _makers(nodes: list[Node]) -> Iterator[str]:
 # --- How a finding is made ---
 
 
-class FindingKind(NamedTuple):
-    """A kind of finding; the table of `docs/findings.md` explains each."""
-
-    name: str  # public: `report.check(allow=...)` and the JSON have it
-    # Returns rules of policy maps that may fix a finding about these nodes, besides its own.
-    rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
-
-
 class UntriedFinding(NamedTuple):
     """A finding with advice, before rules for it are tried."""
 
-    kind: FindingKind
     finding: Finding
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
@@ -465,13 +456,13 @@ class AuditedStep:
         return self.graph.program.names[max(rounded, key=lambda each: each.size).index]
 
     def found(
-        self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,
+        self, kind: str, severity: str, node: Node, message: str, advice: str, *rules: str,
         **sizes: int,
     ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about an operation.
 
         Args:
-            kind: its kind.
+            kind: the name of its kind.
             severity: one of `SEVERITIES`.
             node: the operation.
             message: one sentence: what happens, and why it matters.
@@ -482,8 +473,8 @@ class AuditedStep:
         path, place = self.key(node)
         if node.module and not node.is_product and writer_of(node.eqn) in FRAMEWORKS:
             # Equal findings in the code of one class, as in its norms, are one: at the first.
-            key = kind.name, node.module.cls, message
+            key = kind, node.module.cls, message
             path, place = self._first.setdefault(key, (path, place))
         sizes = {"count": node.times, **sizes}
-        finding = Finding(kind.name, severity, message, place, path, "", advice, **sizes)
-        return UntriedFinding(kind, finding, [node], rules)
+        finding = Finding(kind, severity, message, place, path, "", advice, **sizes)
+        return UntriedFinding(finding, [node], rules)
