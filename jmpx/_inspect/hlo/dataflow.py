@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmpx._inspect.hlo.found import Finder, Found, Product
+from jmpx._inspect.hlo.found import Found, Product, candidates
 from jmpx._inspect.hlo.module import Instruction, Module
 
 
@@ -83,11 +83,11 @@ SHARDY = "xla.sdy."
 
 
 class _Run:
-    """One evaluation of a module, in which `candidates` are products and collectives by key."""
+    """One evaluation of a module."""
 
-    def __init__(self, module: Module, candidates: dict[str, Sequence[Found]]) -> None:
+    def __init__(self, module: Module) -> None:
         self.found: list[Found] = []
-        self._module, self._candidates = module, candidates
+        self._module, self._candidates = module, candidates(module)
         self._values: dict[str, Tree] = {}
         self._around: list[Instruction] = []
         self._counters = itertools.count(1)
@@ -243,9 +243,7 @@ def _sum(left: Number | None, right: Number | None) -> Number | None:
 
 def run(module: Module, outputs: Sequence[str] = ()) -> list[Found]:
     """Returns the products and collectives that run; `outputs` names the results of the program."""
-    find = Finder(module)
-    every = ((key, find(one)) for key, one in module.instructions.items())
-    evaluation = _Run(module, {key: found for key, found in every if found is not None})
+    evaluation = _Run(module)
     results = evaluation.computation(module.entry, list(map(Known, module.arguments)))
     values = _leaves(results)
     if len(outputs) != len(values):

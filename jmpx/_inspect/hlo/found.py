@@ -10,7 +10,6 @@ In a ring of n devices, each of them sends
 
 import math
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmpx._inspect.hlo.module import Instruction, Module
@@ -100,56 +99,55 @@ Found = Product | Collective
 _FUSION = re.compile(r'"kind":"(__\w+)"')
 
 
-class Finder:
-    """Finds the product, or the collectives, of an instruction of a module."""
+def candidates(module: Module) -> dict[str, list[Found]]:
+    """Returns the product of an instruction, or a collective for each of its arrays, by its key.
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._chains: set[str] = set()
-        fusions = [one for one in module.instructions.values() if one.kind == "fusion"]
-        kernels = ((one.called[0], _FUSION.search(one.rest)) for one in fusions)
-        self._kernels = {computation: found[1] for computation, found in kernels if found}
-
-    def __call__(self, one: Instruction) -> Sequence[Found] | None:
-        """Returns its product, or a collective for each array that it exchanges; else None."""
+    The list of an instruction is empty if another one is counted instead.
+    """
+    fusions = [one for one in module.instructions.values() if one.kind == "fusion"]
+    searched = ((one.called[0], _FUSION.search(one.rest)) for one in fusions)
+    kernels = {computation: found[1] for computation, found in searched if found}
+    result, chains = dict[str, list[Found]](), set[str]()
+    for key, one in module.instructions.items():
         if (kind := one.kind.removesuffix("-start")) in COLLECTIVES:
-            return self._collectives(kind, one)
-        if not (kind := kind_of(one)):
-            return None
-        arrays = [operand[0] for operand in self._module.operands(one)[:2] if operand]
-        product = Product(
-            kind,
-            tuple(dtype for dtype, _ in arrays),
-            one.arrays[0][0] if one.arrays else "",
-            _algorithm(one.rest),
-            one.target or self._kernels.get(one.computation, ""),
-            0 if kind == KERNEL else _flops(kind, one, *(shape for _, shape in arrays)),
-            scope=one.scope,
-        )
-        return [product]
-
-    def _collectives(self, kind: str, one: Instruction) -> list[Collective]:
-        # The TPU compiler splits a gather that overlaps products over their fusions, which have one
-        # `chain_id`, and writes a reduce-scatter as a fusion of an all-reduce and a slice.
-        if chain := one.attributes.get("chain_id"):
-            if chain in self._chains:
-                return []
-            self._chains.add(chain)
-        arrays, group = one.arrays, _group(one.rest, self._module.devices)
-        if one.kind == "collective-permute-start":
-            arrays = arrays[1:2]  # the operand, the result and, on TPUs, semaphores
-        elif one.kind.endswith("-start") and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # the operands, then the results
-        parts = group if kind == "reduce-scatter" else 1
-        if one.computation.startswith("%all-reduce-scatter"):
-            parts, kind = 1, "reduce-scatter"
-        return [
-            Collective(kind, dtype, parts * math.prod(shape) * _bits(dtype) // 8, group)
-            for dtype, shape in arrays
-        ]
+            # The TPU compiler splits a gather that overlaps products over their fusions, which have
+            # one `chain_id`.
+            chain = one.attributes.get("chain_id", key)
+            result[key] = [] if chain in chains else _collectives(kind, one, module.devices)
+            chains.add(chain)
+        elif kind := kind_of(one):
+            arrays = [operand[0] for operand in module.operands(one)[:2] if operand]
+            product = Product(
+                kind,
+                tuple(dtype for dtype, _ in arrays),
+                one.arrays[0][0] if one.arrays else "",
+                _algorithm(one.rest),
+                one.target or kernels.get(one.computation, ""),
+                0 if kind == KERNEL else _flops(kind, one, *(shape for _, shape in arrays)),
+                scope=one.scope,
+            )
+            result[key] = [product]
+    return result
 
 
 # --- Collectives ---
+
+
+def _collectives(kind: str, one: Instruction, devices: int) -> list[Found]:
+    arrays, group = one.arrays, _group(one.rest, devices)
+    if one.kind == "collective-permute-start":
+        arrays = arrays[1:2]  # the operand, the result and, on TPUs, semaphores
+    elif one.kind.endswith("-start") and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # the operands, then the results
+    parts = group if kind == "reduce-scatter" else 1
+    if one.computation.startswith("%all-reduce-scatter"):
+        # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
+        parts, kind = 1, "reduce-scatter"
+    return [
+        Collective(kind, dtype, parts * math.prod(shape) * _bits(dtype) // 8, group)
+        for dtype, shape in arrays
+    ]
+
 
 # Groups of devices have three forms: lists `{{0,1},{2,3}}`, a range in the shape
 # `[groups,devices]<=[...]` and, since JAX 0.10, axes of a mesh.
