@@ -25,7 +25,7 @@ from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
 from jmpx._inspect.text import count_text, error_text, paths_around, short_names
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, sites, stored
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Watcher, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
 
@@ -243,7 +243,7 @@ def _run(
             lengths = [eqn.params["length"] for eqn in site.loops]
             avals = [var.aval for var in site.equation.outvars]
             empty[site.key] = [widened(jnp.zeros((*lengths, *x.shape), x.dtype)) for x in avals]
-        results, numbers = evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant)
+        results, numbers = Watcher(watch, run, constant).evaluate(jaxpr, arrays, empty)
         return [*map(widened, results)], numbers
 
     results, numbers = run_all(arrays)

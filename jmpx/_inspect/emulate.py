@@ -20,7 +20,7 @@ from jmpx._base.formats import E4M3, E5M2, rounded_to
 from jmpx._base.messages import describe
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._base.trees import PyTree
-from jmpx._inspect import watched
+from jmpx._inspect.watched import Watcher, unwatched
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
@@ -95,16 +95,12 @@ class Rounding:
     ) -> list[Array]:
         """Runs a jaxpr with these constants, and rounds its inputs, too."""
         replaced = {id(old): new for old, new in zip(core.consts_of(jaxpr), consts, strict=True)}
-        results, _ = watched.evaluate(
-            jaxpr,
-            [*map(self.rounded, arrays)],
-            watched.unwatched,
-            (),
+        watcher = Watcher(
             run=self.equation,
             constant=lambda array: replaced.get(id(array), array),
-            reduce=lambda state, axes: state,
+            reduce=unwatched,
         )
-        return results
+        return watcher.evaluate(jaxpr, [*map(self.rounded, arrays)])[0]
 
     def rounded(self, array: Array) -> Array:
         """Returns an array, rounded if it has one of the dtypes; references stay."""

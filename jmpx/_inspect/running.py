@@ -218,7 +218,7 @@ class CompileCache:
         """Returns `fn(constant, *arguments)`, compiled.
 
         Args:
-            fn: a function that evaluates the jaxpr; `constant` is for `watched.evaluate`.
+            fn: a function that evaluates the jaxpr; `constant` is for `watched.Watcher`.
             arguments: pytrees of arrays.
             *depends_on: the values that `fn` closes over and depends on.
         """

@@ -6,7 +6,7 @@ program can be jitted, and each trip of a loop is watched.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
 from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk
 
-State = TypeVar("State")
 SiteKey: TypeAlias = tuple[int, ...]  # see `Site.key`
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (), for each loop around, outermost first
 Constant: TypeAlias = Callable[[Array], Array]  # returns the array to use for a constant
 Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]  # runs an equation
 Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
-# Runs an equation at its site: `(state, site, operands, trips)`.
-Step: TypeAlias = Callable[..., Results]
+Step: TypeAlias = Callable[..., Results]  # runs an equation at its site
+Update: TypeAlias = Callable[..., PyTree]  # returns a new state
 
 
 class Site(NamedTuple):
@@ -53,15 +52,18 @@ class Site(NamedTuple):
         return Site(eqn, core.scope_within(self.scope, eqn), backward, around)
 
 
+_PROGRAM = Site(None)
+
+
 def is_loop(eqn: Equation) -> bool:
     """Whether an equation runs a jaxpr several times."""
     return eqn.primitive.name in ("scan", "while")
 
 
-def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
+def sites(jaxpr: Jaxpr, holder: Site = _PROGRAM) -> Iterator[Site]:
     """Yields the sites of the equations that an evaluation binds, in the program's order."""
     for eqn in jaxpr.eqns:
-        site, inner = (holder or Site(None)).inside(eqn), inner_of(eqn)
+        site, inner = holder.inside(eqn), inner_of(eqn)
         if inner is None:
             yield site
         for each in () if inner is None else inner.jaxprs:
@@ -101,7 +103,7 @@ def _has_constants(eqn: Equation) -> bool:
     return any(len(core.consts_of(jaxpr)) for jaxpr in core.inner_jaxprs(eqn.params))
 
 
-def unwatched(state: State, *_: object) -> State:
+def unwatched(state: PyTree, *_: object) -> PyTree:
     """Returns the state: the watcher of a run that notes nothing."""
     return state
 
@@ -115,56 +117,49 @@ def stored(
     return {**state, site.key: arrays}
 
 
-def evaluate(
-    jaxpr: Jaxpr,
-    arrays: Sequence[Array],
-    watch: Callable[[State, Site, list[Array], list[Array], Trips], State],
-    state: State,
-    *,
-    run: Run = core.bind,
-    constant: Constant = lambda array: array,
-    reduce: Callable[[State, tuple[str, ...]], State] | None = None,
-    step: Step | None = None,
-) -> tuple[list[Array], State]:
-    """Runs a jaxpr under a watcher of its equations; returns the results and the last state.
+@dataclasses.dataclass(frozen=True)
+class Watcher:
+    """Runs jaxprs, and shows their equations.
 
     Custom derivatives are dropped: differentiate first, then evaluate. The condition of a while
     loop runs, but is not watched.
 
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        arrays: its operands.
+    Attributes:
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
             and dtypes of the old one. `trips` has the trip of each of `site.loops`, from 0.
-        state: a pytree of arrays. If it is a dict by the keys of sites, `watch` changes the value
-            of its own site only, and a loop carries only the values of the sites in it, which
-            compiles much faster.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
-        step: `step(state, site, operands, trips)` returns the results of an equation that holds no
-            jaxpr, and the new state, in place of `run` and `watch`.
+        instead: `instead(state, site, operands, trips)` returns the results of an equation that
+            holds no jaxpr, and the new state, in place of `run` and `watch`.
     """
-    watcher = _Watcher(watch, run, constant, reduce, step)
-    with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
-        return watcher.evaluate(jaxpr, arrays, state, (), Site(None))
 
-
-@dataclasses.dataclass(frozen=True)
-class _Watcher:
-    """The functions of an evaluation; `evaluate` describes them."""
-
-    watch: Callable[..., PyTree]
-    run: Run
-    constant: Constant
-    reduce: Callable[..., PyTree] | None
-    instead: Step | None
+    watch: Update = unwatched
+    run: Run = core.bind
+    constant: Constant = lambda array: array
+    reduce: Update | None = None
+    instead: Step | None = None
 
     def evaluate(
-        self, jaxpr: Jaxpr, arrays: Sequence[Array], state: PyTree, trips: Trips, holder: Site
+        self,
+        jaxpr: Jaxpr,
+        arrays: Sequence[Array],
+        state: PyTree = (),
+        trips: Trips = (),
+        holder: Site = _PROGRAM,
     ) -> Results:
-        """Runs a jaxpr that an equation holds; `trips` has the trip of each loop around it."""
+        """Runs a jaxpr; returns the results and the last state.
+
+        Args:
+            jaxpr: the jaxpr, closed or open.
+            arrays: its operands.
+            state: a pytree of arrays. If it is a dict by the keys of sites, `watch` changes the
+                value of its own site only, and a loop carries only the values of the sites in it,
+                which compiles much faster.
+            trips: the trip of each loop around it.
+            holder: the site of the equation that holds it.
+        """
 
         def step(eqn: Equation, operands: list[Array]) -> list[Array]:
             nonlocal state
@@ -172,7 +167,8 @@ class _Watcher:
                 results, state = self.step(holder.inside(eqn), operands, state, trips)
             return results
 
-        return walk(jaxpr, arrays, step, self.read), state
+        with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
+            return walk(jaxpr, arrays, step, self.read), state
 
     def read(self, atom: Atom, array: Array) -> Array:
         """Returns the array to use for a constant or a literal."""

@@ -189,7 +189,7 @@ def check(fn, *args, jits=(jax.jit,)):
     none = {site.key: jnp.int32(0) for site in found}
     for jit in jits:
         plain = jit(lambda *arrays: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
-        run = jit(lambda state, *arrays: watched.evaluate(jaxpr, arrays, counted, state))
+        run = jit(lambda state, *arrays: watched.Watcher(counted).evaluate(jaxpr, arrays, state))
         results, counts = run(none, *arrays)
         assert_same_bits(results, plain(*arrays))
     return found, np.asarray([counts[site.key] for site in found])
@@ -275,9 +275,9 @@ def test_an_equation_that_is_more_than_a_call_is_seen_as_a_whole():
 def test_a_shard_map_needs_a_state_of_all_devices():
     mesh = Mesh(jax.devices()[:2], "d")
     mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
-    x, watch = jnp.ones(4), lambda state, *_: state
+    x = jnp.ones(4)
     with pytest.raises(ValueError, match="Cannot watch inside of the jax.shard_map"):
-        jax.eval_shape(lambda x: watched.evaluate(trace(mapped, x), [x], watch, 0), x)
+        jax.eval_shape(lambda x: watched.Watcher().evaluate(trace(mapped, x), [x]), x)
 
 
 def test_one_reduction_looks_at_all_between_two_products(rng):

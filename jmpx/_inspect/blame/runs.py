@@ -15,7 +15,7 @@ from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact
 from jmpx._inspect.running import Advance, CompileCache, norm, relative_error, run_widened, widened
-from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Trips
+from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Step, Trips
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
@@ -154,17 +154,11 @@ class Points:
         return run_widened(eqn, operands, self.wide)
 
     def _evaluate(
-        self, constant: Constant, arrays: Sequence[Array], step: watched.Step, state: PyTree
+        self, constant: Constant, arrays: Sequence[Array], step: Step, state: PyTree
     ) -> Results:
-        return watched.evaluate(
-            self.jaxpr,
-            [widened(array, self.wide) for array in arrays],
-            watched.unwatched,
-            state,
-            run=self._run_wide,
-            constant=lambda array: widened(constant(array), self.wide),
-            step=step,
-        )
+        wide = lambda array: widened(constant(array), self.wide)  # noqa: E731
+        watcher = watched.Watcher(run=self._run_wide, constant=wide, instead=step)
+        return watcher.evaluate(self.jaxpr, [widened(x, self.wide) for x in arrays], state)
 
 
 def _points(site: Site, wide: np.dtype) -> list[Point]:

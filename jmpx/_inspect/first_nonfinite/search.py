@@ -14,7 +14,7 @@ from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import CompileCache, key_of, nodes_by_key
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, is_loop
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Update, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
 from jmpx._jaxprs.equations import PLACEMENTS, RESHAPES
@@ -87,10 +87,6 @@ def is_watched(eqn: Equation) -> bool:
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
     return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
@@ -98,7 +94,9 @@ def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
 class Search:
     """A program that is compiled once, and searched with several inputs: see `evaluate`."""
 
-    def __init__(self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = _same) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = lambda array: array
+    ) -> None:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
         self.compiled = CompileCache(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
@@ -109,11 +107,10 @@ class Search:
                 self.numbers.setdefault(key[:end], number)
         self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
 
-    def _evaluate(
-        self, constant: Constant, arrays: Sequence[Array], *args: Any, **options: Any
-    ) -> tuple[list[Array], Any]:
-        options |= {"run": self.run, "constant": lambda array: self.constant(constant(array))}
-        return watched.evaluate(self.jaxpr, arrays, *args, **options)
+    def _watcher(self, constant: Constant, watch: Update, reduce: Update) -> watched.Watcher:
+        return watched.Watcher(
+            watch, self.run, lambda array: self.constant(constant(array)), reduce
+        )
 
     def _watch_all(
         self, constant: Constant, arrays: Sequence[Array]
@@ -129,7 +126,8 @@ class Search:
                 state[_level_of(site)].see(site, *seen)
             return state
 
-        results, state = self._evaluate(constant, arrays, watch, state, reduce=_joined)
+        watcher = self._watcher(constant, watch, _joined)
+        results, state = watcher.evaluate(self.jaxpr, arrays, state)
         notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
         inputs, outputs = (state[()].largest(each) for each in (arrays, results))
         return [notes[key] for key in self.watched], inputs, outputs
@@ -182,7 +180,8 @@ class Search:
                 ]
 
             state = jnp.array(False), empty
-            return self._evaluate(constant, arrays, watch, state, reduce=_of_one_device)[1][1]
+            watcher = self._watcher(constant, watch, _of_one_device)
+            return watcher.evaluate(self.jaxpr, arrays, state)[1][1]
 
         given = (list(arrays), np.asarray(event.trips, np.int32))
         kept = self.compiled.run(run, given, self.run, self.constant, self.numbers[key])

@@ -22,7 +22,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
 from jmpx._inspect.text import paths_around
-from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
+from jmpx._inspect.watched import Constant, Site, Trips, Watcher, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array
 from jmpx._policies.maps import Rule
@@ -260,8 +260,8 @@ def counted(program: Program, rows: Rows) -> np.ndarray:
     def run(constant: Constant, arrays: list[Array]) -> Array:
         state = _State(rows, jnp.zeros((len(rows.table), _SIZE, 2), jnp.uint32))
         wide, constants = list(map(widened, arrays)), lambda array: widened(constant(array))
-        ended = evaluate(program.jaxpr, wide, _watch, state, run=run_widened, constant=constants)[1]
-        return ended.updated().totals
+        watcher = Watcher(_watch, run_widened, constants)
+        return watcher.evaluate(program.jaxpr, wide, state)[1].updated().totals
 
     arrays = list(program.arrays)
     if len(rows.of) > _FEW:
