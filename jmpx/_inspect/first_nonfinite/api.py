@@ -293,7 +293,7 @@ class Replay:
         self, flow: Flow, event: Event, scale: float | None, cause: Cause | None, rule: str
     ) -> FirstNonfinite:
         """Describes an operation that made an infinity or a NaN."""
-        site, eqn, node = event.site, event.site.equation, flow.node(event.site)
+        site, eqn, node = event.site, event.site.equation, flow.nodes.get(event.site.key)
         operands, results = flow.search.operands_of(event, flow.arrays)
         rules: list[str] = []
         if cause is None:
@@ -343,7 +343,7 @@ class Replay:
 
     def is_elsewhere(self, node: Node, flow: Flow) -> bool:
         """Whether a replay finds another operation, which does not read results of the node."""
-        other = flow.node(flow.found.site) if isinstance(flow.found, Event) else None
+        other = flow.nodes.get(flow.found.site.key) if isinstance(flow.found, Event) else None
         if other is None:
             return False
         source = before((other.operands or other.results)[0], HAND_ON)

@@ -329,10 +329,6 @@ class Flow:
             pass
         self.found = self._origin()
 
-    def node(self, site: Site) -> Node | None:
-        """Returns the node of a site."""
-        return self.nodes.get(site.key)
-
     def array(self, value: Value) -> Array:
         """Returns an argument or a constant."""
         if value.kind == "input":
@@ -368,7 +364,7 @@ class Flow:
         if broken or not events:
             return next(iter(broken or given), None)
         first = min(events, key=lambda event: event.order)
-        node = self.node(first.site)
+        node = self.nodes.get(first.site.key)
         if first.is_made or node is None:
             return first
         overflowed = (v for v in self._reached(node.operands)[1] if not self._is_mask(v))
