@@ -21,9 +21,6 @@ from jmpx._jaxprs.equations import FLOPS, Place, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
 from jmpx._jaxprs.marks import (
     FULL_PRECISION,
-    RESTORE,
-    ROUNDED,
-    SCALED,
     WHY,
     Array,
     Atom,
@@ -35,15 +32,14 @@ from jmpx._jaxprs.marks import (
     is_own_name,
     module_of,
     split_policy,
-    without_marks,
 )
 from jmpx._policies.maps import Rule
 
 # --- Scopes: the module of an operation, and the rule that selects it ---
 
-_OWN = (FULL_PRECISION, RESTORE, ROUNDED, SCALED)
-# Names that JAX itself adds to name stacks: subscripts of an einsum, and parts of a checkpoint.
-_OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
+# Names that JAX itself adds to name stacks, subscripts of an einsum and parts of a checkpoint, and
+# those that jmpx adds.
+_NOT_OF_USERS = re.compile(r".*->.*|checkpoint|rematted_computation|jmpx\..*")
 _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
 
 
@@ -59,18 +55,17 @@ class Where(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def where(scope: str) -> Where:
     """Returns the parts of a scope whose modules have marks: see `core.scope_of`."""
-    scope, _ = split_policy(scope)
-    parts = scope.split("/") if scope else []
+    parts = scope.split("/")
     module, start = None, 0
     for index, part in enumerate(parts):
         found = module_of(part)
         if found is not None:
             module, start = found, index + 1
-    names = [part for part in parts[start:] if part not in _OWN and not _OF_JAX.fullmatch(part)]
+    names = [part for part in parts[start:] if not _NOT_OF_USERS.fullmatch(part)]
     while module is not None and names and is_own_name(module, names[0]):
         del names[0]
     outer = "" if module is None else module.path or module.cls.__name__
-    inner = without_marks("/".join(names))
+    inner = "/".join(names)
     return Where("/".join(filter(None, (outer, inner))), module, inner, FULL_PRECISION in parts)
 
 

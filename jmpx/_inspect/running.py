@@ -29,6 +29,7 @@ from jmpx._scales.kinds import DynamicLossScale
 R = TypeVar("R")
 Advance: TypeAlias = Callable[..., object]  # advances a bar by one; may get a line to write
 _FLOAT32 = np.dtype(np.float32)
+_ALGORITHMS = (lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
 def with_arrays(program: Program, caller: str) -> Program:
@@ -151,7 +152,9 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
         keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name)(*operands, **{key: eqn.params[key] for key in keys})]
     entry = lookup(eqn)
-    if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
+    # A product that names an algorithm only takes operands of certain dtypes.
+    has_algorithm = isinstance(eqn.params.get("precision"), _ALGORITHMS)
+    if entry is None or entry.rule is keep or has_algorithm or core.inner_jaxprs(eqn.params):
         as_traced = [
             lax.convert_element_type(array, atom.aval.dtype) if is_low(atom, wide) else array
             for array, atom in zip(operands, eqn.invars, strict=True)
@@ -164,13 +167,6 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
 def is_low(atom: Atom, wide: np.dtype = _FLOAT32) -> bool:
     """Whether the dtype of an operand or a result is narrow."""
     return is_narrow(getattr(atom.aval, "dtype", None), wide)
-
-
-def _has_algorithm(eqn: Equation) -> bool:
-    """Whether a product names an algorithm, which only takes operands of certain dtypes."""
-    precision = eqn.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
 
 
 # --- Compiled once for all programs of one structure ---
