@@ -16,7 +16,7 @@ from jmpx._base.axes import as_whole, vary
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk
+from jmpx._jaxprs.inner import Inner, holds, inner_of, walk
 
 SiteKey: TypeAlias = tuple[int, ...]  # see `Site.key`
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (), for each loop around, outermost first
@@ -30,29 +30,25 @@ Update: TypeAlias = Callable[..., PyTree]  # returns a new state
 class Site(NamedTuple):
     """An equation at its place in a program. In a function that is called twice, it has two."""
 
-    equation: Equation  # None for the whole program
-    scope: str = ""  # with marks of modules
-    is_backward: bool = False  # whether a backward pass runs it
-    around: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first
+    path: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first, and its own
+
+    @property
+    def equation(self) -> Equation:
+        """The equation itself."""
+        return self.path[-1]
 
     @property
     def key(self) -> SiteKey:
         """Identifies the site; it begins with the key of the equation that holds it."""
-        return (*map(id, self.around), id(self.equation))
+        return tuple(map(id, self.path))
 
     @property
     def loops(self) -> tuple[Equation, ...]:
         """The loops among the equations around it."""
-        return tuple(filter(is_loop, self.around))
-
-    def inside(self, eqn: Equation) -> "Site":
-        """Returns the site of an equation in a jaxpr that this one runs."""
-        backward = self.is_backward or is_backward(eqn)
-        around = self.around if self.equation is None else (*self.around, self.equation)
-        return Site(eqn, core.scope_within(self.scope, eqn), backward, around)
+        return tuple(filter(is_loop, self.path))
 
 
-_PROGRAM = Site(None)
+_PROGRAM = Site()
 
 
 def is_loop(eqn: Equation) -> bool:
@@ -63,7 +59,7 @@ def is_loop(eqn: Equation) -> bool:
 def sites(jaxpr: Jaxpr, holder: Site = _PROGRAM) -> Iterator[Site]:
     """Yields the sites of the equations that an evaluation binds, in the program's order."""
     for eqn in jaxpr.eqns:
-        site, inner = holder.inside(eqn), inner_of(eqn)
+        site, inner = Site((*holder.path, eqn)), inner_of(eqn)
         if inner is None:
             yield site
         for each in () if inner is None else inner.jaxprs:
@@ -164,7 +160,7 @@ class Watcher:
         def step(eqn: Equation, operands: list[Array]) -> list[Array]:
             nonlocal state
             with core.at_source_of(eqn):
-                results, state = self.step(holder.inside(eqn), operands, state, trips)
+                results, state = self.step(Site((*holder.path, eqn)), operands, state, trips)
             return results
 
         with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn

@@ -149,7 +149,7 @@ class Search:
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
         """Returns an event of a site, with its position in the order in which equations run."""
         order, counts = [], iter(trips)
-        for i, eqn in enumerate(site.around):
+        for i, eqn in enumerate(site.path):
             if is_loop(eqn):
                 order += [self.numbers[site.key[: i + 1]], next(counts)]
         return Event(site, is_made, tuple(trips), (*order, self.numbers[site.key]))
@@ -196,7 +196,7 @@ def _is_plain(aval: Aval) -> bool:
 def _level_of(site: Site) -> SiteKey:
     """Returns the key of the innermost loop, branch or map around a site."""
     holders = ("cond", "scan", "shard_map", "while")
-    ends = [i + 1 for i, eqn in enumerate(site.around) if eqn.primitive.name in holders]
+    ends = [i + 1 for i, eqn in enumerate(site.path) if eqn.primitive.name in holders]
     return site.key[: max(ends, default=0)]
 
 
@@ -364,10 +364,10 @@ class Flow:
         if broken or not events:
             return next(iter(broken or given), None)
         first = min(events, key=lambda event: event.order)
-        node = self.nodes.get(first.site.key)
-        if first.is_made or node is None:
+        if first.is_made:
             return first
-        overflowed = (v for v in self._reached(node.operands)[1] if not self._is_mask(v))
+        operands = self.nodes[first.site.key].operands
+        overflowed = (v for v in self._reached(operands)[1] if not self._is_mask(v))
         return next(overflowed, first)
 
     def _reached(self, ends: Sequence[Value]) -> tuple[list[Event], list[Value]]:
