@@ -23,7 +23,7 @@ from jmpx._inspect.emulate import LOW_DTYPES, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
+from jmpx._inspect.running import relative_error, run_widened, widened, with_arrays
 from jmpx._inspect.text import count_text, error_text, paths_around, short_names
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Watcher, sites, stored
 from jmpx._jaxprs.equations import Place
@@ -228,7 +228,7 @@ def _run(
     jaxpr: Jaxpr, kept: list[_Kept], arrays: list[Array], run: Run, constant: Constant
 ) -> tuple[list[Array], list[Array]]:
     """Runs a program, and returns the arrays to keep, and its results, in float32."""
-    wanted = {key_of(node) for node, _, _ in kept}
+    wanted = {node.key for node, _, _ in kept}
 
     def watch(
         state: _Numbers, site: Site, operands: list[Array], results: list[Array], trips: Trips
@@ -247,7 +247,7 @@ def _run(
         return [*map(widened, results)], numbers
 
     results, numbers = run_all(arrays)
-    return [numbers[key_of(node)][index] for node, index, _ in kept], results
+    return [numbers[node.key][index] for node, index, _ in kept], results
 
 
 # --- Pairs: outputs that are the same numbers ---

@@ -16,23 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.programs import Program
-from jmpx._jaxprs.core import is_literal, operation_name, scope_within
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Array, Atom, Aval, Equation, Jaxpr
 from jmpx._jaxprs.equations import FLOPS, Place, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import (
-    FULL_PRECISION,
-    WHY,
-    Array,
-    Atom,
-    Aval,
-    Equation,
-    Jaxpr,
-    Module,
-    NameStack,
-    is_own_name,
-    module_of,
-    split_policy,
-)
+from jmpx._jaxprs.marks import FULL_PRECISION, WHY, Module, is_own_name, module_of, split_policy
 from jmpx._policies.maps import Rule
 
 # --- Scopes: the module of an operation, and the rule that selects it ---
@@ -195,6 +183,11 @@ class Node:
         return self.operands[:1] if self.is_carry else self.operands
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """Equal to the key of the site of its equation: see `watched.Site`."""
+        return tuple(id(each.eqn) for each in self.outwards)[::-1]
+
+    @property
     def module(self) -> Module | None:
         """The innermost module around it; None outside of modules."""
         return where(self.scope).module
@@ -284,6 +277,11 @@ class Graph:
         return outermost if frozenset().union(*around) > outermost else frozenset()
 
     @functools.cached_property
+    def by_key(self) -> dict[tuple[int, ...], Node]:
+        """The nodes of equations by their keys."""
+        return {node.key: node for node in self.nodes if not node.is_structure}
+
+    @functools.cached_property
     def live(self) -> frozenset[Node]:
         """The nodes on which results or effects depend; a compiler drops the others."""
 
@@ -347,7 +345,7 @@ class _Builder:
     def __init__(self, nodes: list[Node], platform: str | None) -> None:
         self.nodes, self.platform = nodes, platform
         self.consts: dict[int, Value] = {}
-        self.stacks: dict[tuple[str, int], tuple[NameStack, str, bool]] = {}
+        self.stacks: dict[tuple[str, int], tuple[object, str, bool]] = {}
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value], around: Node | None) -> list[Value]:
         """Adds the equations of a jaxpr that the node `around` holds, and returns its results."""
@@ -358,7 +356,7 @@ class _Builder:
         return walk(jaxpr, operands, step, self.constant)
 
     def constant(self, atom: Atom, constant: Array) -> Value:
-        if is_literal(atom):
+        if core.is_literal(atom):
             return Value(atom.aval, "literal", constant)
         return self.consts.setdefault(id(constant), Value(atom.aval, "const", constant))
 
@@ -366,9 +364,9 @@ class _Builder:
         stack, outer = eqn.source_info.name_stack, "" if around is None else around.scope
         key = outer, id(stack)
         if key not in self.stacks:  # Equations share stacks, and spelling one takes time.
-            self.stacks[key] = stack, scope_within(outer, eqn), "transpose(" in str(stack)
+            self.stacks[key] = stack, core.scope_within(outer, eqn), "transpose(" in str(stack)
         _, scope, is_backward = self.stacks[key]
-        node = Node(operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
+        node = Node(core.operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
         if around is not None:
             node.times, node.in_while = around.times, around.in_while
             node.is_backward |= around.is_backward

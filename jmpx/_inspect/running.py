@@ -18,9 +18,8 @@ from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.dtypes import is_dtype
 from jmpx._base.trees import ARRAYS, PyTree, is_floating_dtype
-from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
-from jmpx._inspect.watched import SiteKey, constants, is_opaque
+from jmpx._inspect.watched import constants, is_opaque
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, Params, operation_name
 from jmpx._jaxprs.inner import structure
@@ -43,16 +42,6 @@ def with_arrays(program: Program, caller: str) -> Program:
                 "or call jmpx.inspect.audit, which takes shapes."
             )
     return program
-
-
-def key_of(node: Node) -> SiteKey:
-    """Returns the key of a node, equal to the key of the site of its equation."""
-    return tuple(id(each.eqn) for each in node.outwards)[::-1]
-
-
-def nodes_by_key(graph: Graph) -> dict[SiteKey, Node]:
-    """Returns the nodes of equations by their keys."""
-    return {key_of(node): node for node in graph.nodes if not node.is_structure}
 
 
 def scale_text(scale: float) -> str:

@@ -5,25 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Never, TypeAlias
 
 from jmpx._inspect.audit import hardware, hazards, leaks, rounding, summary
-from jmpx._inspect.audit.report import (
-    SEVERITIES,
-    Audit,
-    Finding,
-    alike_groups,
-    common,
-    numbers_to_stars,
-)
-from jmpx._inspect.audit.step import (
-    AuditedStep,
-    Remedies,
-    UntriedFinding,
-    is_half_product,
-)
+from jmpx._inspect.audit.report import SEVERITIES, Audit, Finding, alike_groups, common
+from jmpx._inspect.audit.step import AuditedStep, Remedies, UntriedFinding
 from jmpx._inspect.audit.trying import Trial, before_products
-from jmpx._inspect.audit.values import MOVES_AND_CASTS
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._inspect.text import bytes_text, refuse_arguments
+from jmpx._inspect.text import bytes_text, refuse_arguments, starred
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
@@ -243,7 +231,7 @@ class _Trials:
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
         """Returns the rules that apply to a whole group of layers that are alike."""
         columns = zip(*map(self._rules, group), strict=False)
-        alike = [column for column in columns if len(set(map(numbers_to_stars, column))) == 1]
+        alike = [column for column in columns if len(set(map(starred, column))) == 1]
         return {text: parse_rule(text) for text in map(common, alike)}
 
     def _rules(self, finding: Finding) -> list[str]:

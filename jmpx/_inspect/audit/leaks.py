@@ -5,18 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
-from jmpx._inspect.audit.step import (
-    AuditedStep,
-    Key,
-    Remedies,
-    Stream,
-    UntriedFinding,
-    is_half_product,
-)
+from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, Stream, UntriedFinding
 from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
     compute_dtype,
     half_dtype,
+    is_half_product,
     number_of,
     reaches_end,
     user_call,

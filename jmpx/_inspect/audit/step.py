@@ -16,7 +16,7 @@ from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
     compute_dtype,
     half_dtype,
-    multiplied,
+    is_half_product,
     number_of,
     outermost_dtype,
     to_products,
@@ -301,11 +301,6 @@ def _is_inner(node: Node) -> bool:
 
 
 # --- Rules that may fix findings ---
-
-
-def is_half_product(node: Node) -> bool:
-    """Whether a node is a product that multiplies in 16 bits."""
-    return node.is_product and all(np.dtype(name) in LOW for name in multiplied(node))
 
 
 class Remedies:

@@ -20,7 +20,7 @@ from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, r
 from jmpx._inspect.blame.runs import Edit, Point, Points, Runs
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
-from jmpx._inspect.running import CompileCache, key_of, relative_error, with_arrays
+from jmpx._inspect.running import CompileCache, relative_error, with_arrays
 from jmpx._inspect.text import bytes_text, error_text
 from jmpx._inspect.watched import SiteKey
 from jmpx._jaxprs.core import Array
@@ -187,4 +187,4 @@ def _points(
         results = enumerate(node.results)
         found += [(False, i) for i, v in results if v in narrow or (is_backward and v.is_wide)]
         if found and not node.is_structure:
-            yield key_of(node), [Point(*each, half, (), (), False) for each in found]
+            yield node.key, [Point(*each, half, (), (), False) for each in found]

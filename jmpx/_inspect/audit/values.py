@@ -8,15 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.equations import (
-    IDENTITIES,
-    PICKS,
-    PLACEMENTS,
-    RESHAPES,
-    ROUNDINGS,
-    call_of,
-)
+from jmpx._inspect.graph import LOW, Graph, Node, Value
+from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS, call_of
 from jmpx._policies.strings import get_policy
 
 CAST = "convert_element_type"
@@ -49,6 +42,11 @@ def multiplied(node: Node) -> list[str]:
     dtypes = [_stored(value) for value in operands]
     is_eight_bits = all(dtype.itemsize == 1 and is_floating_dtype(dtype) for dtype in dtypes)
     return [dtype.name for dtype in (dtypes if is_eight_bits else [v.dtype for v in operands])]
+
+
+def is_half_product(node: Node) -> bool:
+    """Whether a node is a product that multiplies in 16 bits."""
+    return node.is_product and all(np.dtype(name) in LOW for name in multiplied(node))
 
 
 def _stored(value: Value) -> np.dtype:

@@ -19,14 +19,7 @@ from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, where
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
-from jmpx._inspect.running import (
-    Advance,
-    CompileCache,
-    nodes_by_key,
-    progress,
-    relative_error,
-    with_arrays,
-)
+from jmpx._inspect.running import Advance, CompileCache, progress, relative_error, with_arrays
 from jmpx._inspect.text import columns, error_text, paths_around, short_names
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import module_of
@@ -393,8 +386,7 @@ def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
 
 def nodes_of(graph: Graph, points: Points) -> list[Node]:
     """Returns the node of each site, in the order of the points."""
-    by_key = nodes_by_key(graph)
-    return [by_key[key] for key in points.order]
+    return [graph.by_key[key] for key in points.order]
 
 
 def selects(rule: Rule, scope: str, by_operations: bool) -> bool:

@@ -293,7 +293,7 @@ class Replay:
         self, flow: Flow, event: Event, scale: float | None, cause: Cause | None, rule: str
     ) -> FirstNonfinite:
         """Describes an operation that made an infinity or a NaN."""
-        node = flow.nodes[event.site.key]
+        node = self.graph.by_key[event.site.key]
         operands, results = flow.search.operands_of(event, flow.arrays)
         rules: list[str] = []
         if cause is None:
@@ -345,7 +345,7 @@ class Replay:
         """Whether a replay finds another operation, which does not read results of the node."""
         if not isinstance(flow.found, Event):
             return False
-        other = flow.nodes[flow.found.site.key]
+        other = flow.graph.by_key[flow.found.site.key]
         source = before((other.operands or other.results)[0], HAND_ON)
         found = [_identity(each) for each in (other, source.node) if each is not None]
         return _identity(node) not in found

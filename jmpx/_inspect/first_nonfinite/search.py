@@ -13,7 +13,7 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._inspect.running import CompileCache, key_of, nodes_by_key
+from jmpx._inspect.running import CompileCache
 from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Update, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
@@ -322,7 +322,6 @@ class Flow:
     def __init__(self, graph: Graph, search: Search, arrays: Sequence[Array]) -> None:
         self.graph, self.search, self.arrays = graph, search, arrays
         self.seen = search.look(arrays)
-        self.nodes = nodes_by_key(graph)
         pairs = zip(graph.inputs, self.seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
         while self._spread():  # again, because a loop carries values from its end to its start
@@ -346,7 +345,7 @@ class Flow:
         """Goes through the program once; returns whether a value got a worse number."""
         changed = False
         for node in self.graph.nodes:
-            worst = self.seen.worst.get(key_of(node))
+            worst = self.seen.worst.get(node.key)
             if worst is None:  # its results hold the numbers of its operands
                 worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
@@ -366,7 +365,7 @@ class Flow:
         first = min(events, key=lambda event: event.order)
         if first.is_made:
             return first
-        operands = self.nodes[first.site.key].operands
+        operands = self.graph.by_key[first.site.key].operands
         overflowed = (v for v in self._reached(operands)[1] if not self._is_mask(v))
         return next(overflowed, first)
 
@@ -393,7 +392,7 @@ class Flow:
 
     def _event(self, node: Node) -> Event | None:
         """Returns the event of a node that made an infinity or a NaN."""
-        key = key_of(node)
+        key = node.key
         if key not in self.seen.worst or self.search.sites[key].loops:
             return self.seen.in_loops.get(key)
         worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)

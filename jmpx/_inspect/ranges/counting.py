@@ -20,7 +20,7 @@ from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.audit.values import number_of
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
-from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
+from jmpx._inspect.running import CompileCache, run_widened, widened
 from jmpx._inspect.text import paths_around
 from jmpx._inspect.watched import Constant, Site, Trips, Watcher, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
@@ -222,7 +222,7 @@ class Rows:
         constants = {abs(number_of(value) or 0.0) for value in values}
         self.masks = tuple(sorted(c for c in constants if LARGEST_FLOAT16 < c < math.inf))
         rows = {
-            key_of(n): (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
+            n.key: (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
             for n in graph.nodes
             if _is_counted(n)
         }
