@@ -253,12 +253,9 @@ def _run(
 # --- Pairs: outputs that are the same numbers ---
 
 
-class Pair(NamedTuple):
-    """Two outputs that are the same numbers, the second with its axes in the order of the first."""
-
-    reference: Output
-    candidate: Output
-    in_float32: float  # the error of the one against the other
+# Two outputs that are the same numbers, the second with its axes in the order of the first, and the
+# error in float32 of the one against the other.
+Pair: TypeAlias = tuple[Output, Output, float]
 
 
 def _paired(
@@ -277,7 +274,7 @@ def _paired(
             pairs = [(taken, _pair(one, other)) for taken, other in fitting]
             pairs = [(taken, pair) for taken, pair in pairs if pair is not None]
             if pairs:
-                taken, found[indices[0]] = min(pairs, key=lambda each: each[1].in_float32)
+                taken, found[indices[0]] = min(pairs, key=lambda each: each[1][-1])
                 left = {index: each for index, each in left.items() if index not in indices}
                 others = {index: each for index, each in others.items() if index not in taken}
     return [found[index] for index in sorted(found)], [*left.values()], [*others.values()]
@@ -310,7 +307,7 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
     order = min(errors, key=lambda order: errors[order])
     if not errors[order] <= _AGREES:
         return None
-    return Pair(
+    return (
         reference._replace(wide=one, written=np.squeeze(reference.written)),
         candidate._replace(
             wide=other.transpose(order), written=np.squeeze(candidate.written).transpose(order)
@@ -409,7 +406,7 @@ def compare(
             float(band),
             tuple(map(_compared, pairs)),
             (*_unpaired(alone[0], "reference"), *_unpaired(alone[1], "candidate")),
-            _log_probabilities([pair for pair in pairs if pair.reference.scope == _RESULT]),
+            _log_probabilities([pair for pair in pairs if pair[0].scope == _RESULT]),
         )
 
     return call

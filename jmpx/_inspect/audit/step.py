@@ -321,8 +321,8 @@ class Remedies:
     def narrower(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules that narrow: of the modules that made the operands, and of loops."""
         short = short_names(half_dtype(self._graph))
-        for scope in _makers(nodes):
-            for select, compute, output in self._selectors(scope):
+        for maker in _makers(nodes):
+            for select, compute, output in self._selectors(maker.scope):
                 if compute in WIDE and output in WIDE:
                     yield f"{select}: c=f32,o={short}"
         if self._is_autocast:
@@ -343,13 +343,13 @@ class Remedies:
 
     def wider_makers(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules by which modules return the operands in float32, then those of `wider`."""
-        for scope in (makers := list(_makers(nodes))):
-            for select, compute, output in self._selectors(scope):
+        makers = _makers(nodes)
+        for maker in makers:
+            for select, compute, output in self._selectors(maker.scope):
                 if compute is not None and compute != output:
                     short = short_names(compute.name)
                     yield f"{select}: c={short},o={short}"
-        for scope in makers:
-            yield from self._widened(scope)
+        yield from self.wider(makers)
         yield from self.wider(nodes)
 
     def _widened(self, scope: str) -> Iterator[str]:
@@ -378,13 +378,10 @@ class Remedies:
             yield module.cls.__name__, compute, output
 
 
-def _makers(nodes: list[Node]) -> Iterator[str]:
-    """Yields the scopes of the nodes that computed the operands, before moves and casts."""
-    for node in nodes:
-        for value in node.operands:
-            maker = before(value, MOVES_AND_CASTS).node
-            if maker is not None and not maker.is_structure:
-                yield maker.scope
+def _makers(nodes: list[Node]) -> list[Node]:
+    """Returns the nodes that computed the operands, before moves and casts."""
+    makers = (before(value, MOVES_AND_CASTS).node for node in nodes for value in node.operands)
+    return [maker for maker in makers if maker is not None and not maker.is_structure]
 
 
 # --- How a finding is made ---

@@ -301,9 +301,8 @@ def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     is_it = (rank == jax.lax.pmin(rank, axes)) & (rank < late)
 
     def of_it(array: jax.Array) -> jax.Array:
-        if array.dtype == jnp.bool_:
-            return jax.lax.pmax(jnp.where(is_it, array, False).astype(jnp.int32), axes) > 0
-        return jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
+        total = jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
+        return total.astype(array.dtype)  # of booleans it is an integer
 
     return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, jax.tree.map(of_it, kept)
 
