@@ -16,8 +16,7 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
-from jmpx._inspect.blame.api import nodes_of, runs_of, selects
-from jmpx._inspect.blame.lines import Lines
+from jmpx._inspect.blame.api import Lines, nodes_of, runs_of, selects
 from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where

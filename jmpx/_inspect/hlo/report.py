@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jmpx._base.messages import share_text
-from jmpx._inspect.hlo.dataflow import run
-from jmpx._inspect.hlo.found import KERNEL, Collective, Found, Product
+from jmpx._inspect.hlo.found import KERNEL, Collective, Found, Product, run
 from jmpx._inspect.hlo.module import Module
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.text import bytes_text, count_text, flop_text, starred
