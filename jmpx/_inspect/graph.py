@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,10 +18,11 @@ import numpy as np
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Aval, Equation, Jaxpr
-from jmpx._jaxprs.equations import FLOPS, Place, place_of
+from jmpx._jaxprs.equations import FLOPS, Place, call_of, place_of
 from jmpx._jaxprs.inner import Inner, inner_of, walk
 from jmpx._jaxprs.marks import FULL_PRECISION, WHY, Module, is_own_name, module_of, split_policy
 from jmpx._policies.maps import Rule
+from jmpx._policies.strings import get_policy
 
 # --- Scopes: the module of an operation, and the rule that selects it ---
 
@@ -213,6 +214,12 @@ class Node:
         return None
 
     @property
+    def user_call(self) -> object:
+        """The user's call of which it is a part; None if it is unknown."""
+        calls = (call_of(each.eqn) for each in self.outwards)
+        return next((found for found in calls if found is not None), None)
+
+    @property
     def outwards(self) -> "Iterator[Node]":
         """The node, then the calls, loops and branches that hold it, the innermost first."""
         each: Node | None = self
@@ -313,6 +320,29 @@ class Graph:
         """Returns the policy under which a node or its module ran; empty if there was none."""
         policy, module = split_policy(node.scope)[1].partition(WHY)[0], node.module
         return policy or ("" if module is None else self.program.policies.get(module.path, ""))
+
+    def compute_dtype(self, node: Node) -> np.dtype | None:
+        """Returns the dtype in which the policy of a node computes; None if there was none."""
+        return _compute_dtype(self.policy(node))
+
+    @functools.cached_property
+    def outermost_dtype(self) -> np.dtype | None:
+        """The dtype in which the outermost policy computes; None if there is no policy."""
+        return _compute_dtype(next(filter(None, self.program.policies.values()), ""))
+
+    @functools.cached_property
+    def half_dtype(self) -> str:
+        """The name of the 16-bit dtype of a step: of most values, else of its policy."""
+        values = Counter(v.dtype.name for node in self.nodes for v in node.results if v.is_low)
+        return max(
+            values, key=lambda name: values[name], default=str(self.outermost_dtype or "bfloat16")
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _compute_dtype(policy: str) -> np.dtype | None:
+    text = policy.partition(",matmul=")[0]
+    return np.dtype(get_policy(text).compute_dtype) if text else None
 
 
 def before(value: Value, names: Collection[str]) -> Value:

@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Never, TypeAlias
 
+import numpy as np
+
 from jmpx._inspect.audit import hardware, hazards, leaks, rounding, summary
 from jmpx._inspect.audit.report import SEVERITIES, Audit, Finding, alike_groups, common
 from jmpx._inspect.audit.step import AuditedStep, Remedies, UntriedFinding
 from jmpx._inspect.audit.trying import Trial, before_products
 from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product
-from jmpx._inspect.graph import Graph
+from jmpx._inspect.graph import WIDE, Graph, modules_of
 from jmpx._inspect.programs import traced_program
 from jmpx._inspect.text import bytes_text, refuse_arguments, starred
 from jmpx._jaxprs.equations import Place
@@ -202,7 +204,7 @@ class _Trials:
         rank, second, refused = SEVERITIES.index(group[0].severity), "", ""
         candidates = self._common_rules(group)
         for text, rule in candidates.items():
-            if not own and self._remedies.lowers_share(rule):
+            if not own and self._lowers_share(rule):
                 continue
             if rule not in self._after and len(self._after) == _MOST:
                 rest = "" if second else f"; rules for it were not tried, after {_MOST} others"
@@ -220,6 +222,13 @@ class _Trials:
         is_lost = bool(candidates) and not second
         lost = refused or "no rule that keeps 16-bit matmuls fixes it: "
         return second, f"{lost * is_lost}{{}}"
+
+    def _lowers_share(self, rule: Rule) -> bool:
+        """Whether a rule certainly puts some of the 16-bit products into float32."""
+        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
+            return False
+        halves = {node.scope for node in self._graph.nodes if is_half_product(node)}
+        return any(rule.matches(*module) for scope in halves for module in modules_of(scope))
 
     def cost(self, text: str) -> str:
         """Returns a sentence about activations that a rule with `product=` widens, if it does."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._inspect.audit.step import AuditedStep, UntriedFinding
-from jmpx._inspect.audit.values import CAST, compute_dtype
+from jmpx._inspect.audit.values import CAST
 from jmpx._inspect.graph import Graph, Node, Value, where
 from jmpx._inspect.text import bytes_text, count_text
 from jmpx._remat.saving import is_batched_product
@@ -52,8 +52,7 @@ def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
         yield one._replace(finding=one.finding._replace(scope=""))
         return
     for node in found:
-        policy, selector = step.graph.policy(node), node.selector
-        is_full = bool(policy) and compute_dtype(policy) == np.float32
+        selector, is_full = node.selector, step.graph.compute_dtype(node) == np.float32
         is_asked = is_full or where(node.scope).is_full
         why = ", though a rule asks for float32" if is_asked else ""
         text = f"The hardware multiplies this float32 product {bits}{why}."

@@ -6,15 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, Stream, UntriedFinding
-from jmpx._inspect.audit.values import (
-    MOVES_AND_CASTS,
-    compute_dtype,
-    half_dtype,
-    is_half_product,
-    number_of,
-    reaches_end,
-    user_call,
-)
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product, number_of, reaches_end
 from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, Place, source_of, writer_of
@@ -57,7 +49,7 @@ def _wide_part(step: AuditedStep) -> Iterator[UntriedFinding]:
     wide = [n for n in products if n.operands[0].is_wide and not step.streams.is_asked(n)]
     flops, total = (sum(node.flops for node in nodes) for nodes in (wide, products))
     if wide and sum(map(is_half_product, products)) and flops < (1 - _HALF) * total:
-        node, half = max(wide, key=lambda each: each.flops), half_dtype(step.graph)
+        node, half = max(wide, key=lambda each: each.flops), step.graph.half_dtype
         text = (
             f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: "
             "the largest one here."
@@ -71,7 +63,7 @@ class _Leaks:
 
     def __init__(self, step: AuditedStep) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
-        self._half = half_dtype(step.graph)
+        self._half = step.graph.half_dtype
         # The wide products of the backward pass, by the keys of their forward products.
         self._backward: dict[Key, list[Node]] = {}
         self._sums: dict[Key, Node] = {}  # forward products of 16 bits that return float32
@@ -120,9 +112,9 @@ class _Leaks:
 
     def _layer(self, stream: Stream) -> type | None:
         """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
-        node, policy = stream.node, self._graph.policy(stream.node)
+        node, dtype = stream.node, self._graph.compute_dtype(stream.node)
         are_cast = stream.cause is None and self._streams.casts.keys() >= {*node.operands[:2]}
-        is_half = compute_dtype(policy) in LOW if policy else are_cast
+        is_half = are_cast if dtype is None else dtype in LOW
         if stream.kind != "product" or writer_of(node.eqn) != "flax" or not is_half:
             return None
         around = filter(None, map(module_of, node.scope.split("/")))
@@ -224,7 +216,7 @@ class _Leaks:
         moved = before(value, MOVES_AND_CASTS)
         if source is moved and source.kind == "input":  # never rounded
             return self._graph.program.names[source.index], origin
-        calls = [user_call(each) for each in (*filter(None, [value.node]), *value.readers[:1])]
+        calls = [each.user_call for each in (*filter(None, [value.node]), *value.readers[:1])]
         is_own = calls[0] == calls[-1]  # no other call made an array of it
         return number_of(moved) if is_own else None, origin
 

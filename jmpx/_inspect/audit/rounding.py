@@ -21,7 +21,6 @@ from jmpx._inspect.audit.values import (
     number_of,
     reaches_end,
     unmoved,
-    user_call,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
 from jmpx._jaxprs.equations import writer_of
@@ -323,7 +322,7 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
     # A value that is not only widened is rounded for operations of 16 bits, too.
     if graph.program.uses_autocast or not _is_only_widened(earlier.results[0]):
         return True
-    return not graph.policy(node) and user_call(earlier) == user_call(node)
+    return not graph.policy(node) and earlier.user_call == node.user_call
 
 
 def _is_rounded_lookup(node: Node) -> bool:

@@ -10,23 +10,11 @@ import numpy as np
 
 from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.report import Finding
-from jmpx._inspect.audit.values import (
-    CAST,
-    MOVES,
-    MOVES_AND_CASTS,
-    compute_dtype,
-    half_dtype,
-    is_half_product,
-    number_of,
-    outermost_dtype,
-    to_products,
-    user_call,
-)
-from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
+from jmpx._inspect.audit.values import CAST, MOVES, MOVES_AND_CASTS, number_of, to_products
+from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, selector, where
 from jmpx._inspect.text import short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, FRAMEWORKS, Place, writer_of
 from jmpx._jaxprs.inner import is_outer
-from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
 Key: TypeAlias = tuple[str, Place | None]  # where a product is: its path and its line
@@ -124,7 +112,7 @@ class Streams:
                 self._of.update((v, stream) for v in node.results if v.is_wide)
         # A step computes in 16 bits if most of its products do, or its outermost policy.
         wide, half = self._flops
-        self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
+        self.is_half = 0 < half >= wide or graph.outermost_dtype in LOW
         self.saved = sum(map(self._saved, self.forward))  # bytes of floats in all dtypes
         self.found = [stream for stream in self._streams if stream.into is None]
 
@@ -254,15 +242,14 @@ class Streams:
             return True
         if node.is_product and (is_precise(node.eqn) or _is_inner(node)):
             return True
-        policy = self._graph.policy(node)
-        if place.module is None or not policy or compute_dtype(policy) not in WIDE:
+        if place.module is None or self._graph.compute_dtype(node) not in WIDE:
             return False
         parts = place.module.path.split("/")  # the rule may select a module around it
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether JAX, not the user, cast a value as a part of an operation."""
-        return user_call(self.casts[value]) == user_call(node)
+        return self.casts[value].user_call == node.user_call
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -309,18 +296,10 @@ class Remedies:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._is_autocast = graph.program.uses_autocast
-        halves = {node.scope for node in graph.nodes if is_half_product(node)}
-        self._multiplying = {module for scope in halves for module in modules_of(scope)}
-
-    def lowers_share(self, rule: Rule) -> bool:
-        """Whether a rule certainly puts some of the 16-bit products into float32."""
-        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
-            return False
-        return any(rule.matches(*module) for module in self._multiplying)
 
     def narrower(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules that narrow: of the modules that made the operands, and of loops."""
-        short = short_names(half_dtype(self._graph))
+        short = short_names(self._graph.half_dtype)
         for maker in _makers(nodes):
             for select, compute, output in self._selectors(maker.scope):
                 if compute in WIDE and output in WIDE:

@@ -16,7 +16,7 @@ import numpy as np
 from jmpx._base.trees import is_floating_dtype, is_traceable
 from jmpx._inspect.audit.report import Finding
 from jmpx._inspect.audit.step import Streams, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, number_of, reaches_end
 from jmpx._inspect.blame.runs import Edit, Point, Points, Runs
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
@@ -39,7 +39,7 @@ class Trial:
     """
 
     def __init__(self, graph: Graph, groups: Sequence[Sequence[UntriedFinding]]) -> None:
-        program, self._half, self.reason = graph.program, half_dtype(graph), ""
+        program, self._half, self.reason = graph.program, graph.half_dtype, ""
         self._program, self._arrays = program, _filled(program)
         edits = [[node for found in group for node in found.edited] for group in groups]
         self._under, streams = dict[Rule, float](), Streams(graph)  # the errors under rules
@@ -179,7 +179,7 @@ def _points(
             narrow.update(value for value in node.results if value.is_wide)
     keys = {(each.path, each.place) for each in edited}
     keys |= {(value.node.path, value.node.place) for value in narrow if value.node is not None}
-    half = np.dtype(half_dtype(graph))
+    half = np.dtype(graph.half_dtype)
     for node in graph.nodes if edited else ():
         is_backward = node.is_backward and (node.path, node.place) in keys
         is_read = node in edited or (is_backward and node.is_product)

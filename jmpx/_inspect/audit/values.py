@@ -1,16 +1,13 @@
-"""Facts about nodes and values: products, 16-bit dtypes, origins of numbers, and their signs."""
+"""Facts about nodes and values: products, origins of numbers, and their signs."""
 
-import functools
 import itertools
-from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import LOW, Graph, Node, Value
-from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS, call_of
-from jmpx._policies.strings import get_policy
+from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
 
 CAST = "convert_element_type"
 
@@ -58,27 +55,6 @@ def _stored(value: Value) -> np.dtype:
     return value.dtype
 
 
-# --- Dtypes ---
-
-
-@functools.lru_cache(maxsize=1024)
-def compute_dtype(policy: str) -> np.dtype:
-    """Returns the dtype in which a policy computes."""
-    return np.dtype(get_policy(policy.partition(",matmul=")[0]).compute_dtype)
-
-
-def outermost_dtype(graph: Graph) -> np.dtype | None:
-    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
-    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
-
-
-def half_dtype(graph: Graph) -> str:
-    """Returns the name of the 16-bit dtype of a step: of most values, else of its policy."""
-    values = (v.dtype.name for node in graph.nodes for v in node.results if v.is_low)
-    names = Counter(values).most_common(1) or [(str(outermost_dtype(graph) or "bfloat16"), 0)]
-    return names[0][0]
-
-
 # --- Origins ---
 
 
@@ -119,12 +95,6 @@ def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
 def to_products(node: Node) -> list[Value]:
     """Returns the operands of a node, to walk back as far as products."""
     return [] if node.is_product else node.operands
-
-
-def user_call(node: Node) -> object:
-    """Returns the user's call of which an operation is a part; None if it is unknown."""
-    calls = (call_of(each.eqn) for each in node.outwards)
-    return next((found for found in calls if found is not None), None)
 
 
 # --- Signs ---
