@@ -25,7 +25,7 @@ from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
 from jmpx._inspect.running import relative_error, run_widened, widened, with_arrays
 from jmpx._inspect.text import count_text, error_text, paths_around, short_names
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Watcher, sites, stored
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Watcher, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
 
@@ -230,11 +230,9 @@ def _run(
     """Runs a program, and returns the arrays to keep, and its results, in float32."""
     wanted = {node.key for node, _, _ in kept}
 
-    def watch(
-        state: _Numbers, site: Site, operands: list[Array], results: list[Array], trips: Trips
-    ) -> _Numbers:
+    def watch(state: _Numbers, site: Site, operands: list[Array], results: list[Array]) -> _Numbers:
         new = [*map(widened, results)]
-        return stored(state, site, new, trips) if site.key in wanted else state
+        return stored(state, site, new) if site.key in wanted else state
 
     @jax.jit
     def run_all(arrays: list[Array]) -> tuple[list[Array], _Numbers]:

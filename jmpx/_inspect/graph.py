@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -228,6 +228,9 @@ class Node:
             each = each.around
 
 
+Through: TypeAlias = Callable[[Node], Iterable[Value]]  # the values to follow from a node
+
+
 class Graph:
     """A program as nodes and values, with the values of its arguments and of its results.
 
@@ -246,11 +249,7 @@ class Graph:
             value.is_output = True
 
     @staticmethod
-    def back(
-        values: Iterable[Value],
-        through: Callable[[Node], Iterable[Value]],
-        limit: int | None = None,
-    ) -> Iterator[Node]:
+    def back(values: Iterable[Value], through: Through, limit: int | None = None) -> Iterator[Node]:
         """Yields the nodes that values are computed from, each once, the nearest first.
 
         Args:
@@ -261,9 +260,7 @@ class Graph:
         return _nearest(values, lambda value: filter(None, [value.node]), through, limit)
 
     @staticmethod
-    def forward(
-        values: Iterable[Value], through: Callable[[Node], Iterable[Value]]
-    ) -> Iterator[Node]:
+    def forward(values: Iterable[Value], through: Through) -> Iterator[Node]:
         """Yields the nodes that read values, each once, the nearest first.
 
         Args:
@@ -355,7 +352,7 @@ def before(value: Value, names: Collection[str]) -> Value:
 def _nearest(
     values: Iterable[Value],
     neighbors: Callable[[Value], Iterable[Node]],
-    through: Callable[[Node], Iterable[Value]],
+    through: Through,
     limit: int | None,
 ) -> Iterator[Node]:
     waiting, seen = deque[Node](), set[Node]()

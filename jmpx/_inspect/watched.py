@@ -31,6 +31,7 @@ class Site(NamedTuple):
     """An equation at its place in a program. In a function that is called twice, it has two."""
 
     path: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first, and its own
+    trips: Trips = ()  # as it runs, the trip of each of `loops`, from 0
 
     @property
     def equation(self) -> Equation:
@@ -41,6 +42,10 @@ class Site(NamedTuple):
     def key(self) -> SiteKey:
         """Identifies the site; it begins with the key of the equation that holds it."""
         return tuple(map(id, self.path))
+
+    def inside(self, eqn: Equation) -> "Site":
+        """Returns the site of an equation in a jaxpr that this one runs."""
+        return Site((*self.path, eqn), self.trips)
 
     @property
     def loops(self) -> tuple[Equation, ...]:
@@ -59,7 +64,7 @@ def is_loop(eqn: Equation) -> bool:
 def sites(jaxpr: Jaxpr, holder: Site = _PROGRAM) -> Iterator[Site]:
     """Yields the sites of the equations that an evaluation binds, in the program's order."""
     for eqn in jaxpr.eqns:
-        site, inner = Site((*holder.path, eqn)), inner_of(eqn)
+        site, inner = holder.inside(eqn), inner_of(eqn)
         if inner is None:
             yield site
         for each in () if inner is None else inner.jaxprs:
@@ -105,11 +110,11 @@ def unwatched(state: PyTree, *_: object) -> PyTree:
 
 
 def stored(
-    state: dict[SiteKey, list[Array]], site: Site, arrays: list[Array], trips: Trips
+    state: dict[SiteKey, list[Array]], site: Site, arrays: list[Array]
 ) -> dict[SiteKey, list[Array]]:
     """Returns a state by sites with the arrays of a site stored, in a loop at its trip indices."""
-    if trips:
-        arrays = [old.at[trips].set(x) for old, x in zip(state[site.key], arrays, strict=True)]
+    if site.trips:
+        arrays = [old.at[site.trips].set(x) for old, x in zip(state[site.key], arrays, strict=True)]
     return {**state, site.key: arrays}
 
 
@@ -121,14 +126,14 @@ class Watcher:
     loop runs, but is not watched.
 
     Attributes:
-        watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
-            and dtypes of the old one. `trips` has the trip of each of `site.loops`, from 0.
+        watch: `watch(state, site, operands, results)` returns the new state, in the shapes and
+            dtypes of the old one.
         run: `run(equation, operands)` returns the results of an equation that holds no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` joins the states of all devices along mapped axes;
             a `jax.shard_map` in the program is refused without it.
-        instead: `instead(state, site, operands, trips)` returns the results of an equation that
-            holds no jaxpr, and the new state, in place of `run` and `watch`.
+        instead: `instead(state, site, operands)` returns the results of an equation that holds no
+            jaxpr, and the new state, in place of `run` and `watch`.
     """
 
     watch: Update = unwatched
@@ -138,12 +143,7 @@ class Watcher:
     instead: Step | None = None
 
     def evaluate(
-        self,
-        jaxpr: Jaxpr,
-        arrays: Sequence[Array],
-        state: PyTree = (),
-        trips: Trips = (),
-        holder: Site = _PROGRAM,
+        self, jaxpr: Jaxpr, arrays: Sequence[Array], state: PyTree = (), holder: Site = _PROGRAM
     ) -> Results:
         """Runs a jaxpr; returns the results and the last state.
 
@@ -153,14 +153,13 @@ class Watcher:
             state: a pytree of arrays. If it is a dict by the keys of sites, `watch` changes the
                 value of its own site only, and a loop carries only the values of the sites in it,
                 which compiles much faster.
-            trips: the trip of each loop around it.
             holder: the site of the equation that holds it.
         """
 
         def step(eqn: Equation, operands: list[Array]) -> list[Array]:
             nonlocal state
             with core.at_source_of(eqn):
-                results, state = self.step(Site((*holder.path, eqn)), operands, state, trips)
+                results, state = self.step(holder.inside(eqn), operands, state)
             return results
 
         with np.errstate(all="ignore"):  # JAX casts literals by NumPy: -1e9 to float16 would warn
@@ -171,74 +170,68 @@ class Watcher:
         is_literal = core.is_literal(atom)
         return self.constant(np.asarray(array, atom.aval.dtype) if is_literal else array)
 
-    def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> Results:
+    def step(self, site: Site, operands: list[Array], state: PyTree) -> Results:
         """Runs an equation, or the jaxprs that it holds."""
         inner = inner_of(site.equation)
         if inner is None:
             if self.instead is not None:
-                return self.instead(state, site, operands, trips)
+                return self.instead(state, site, operands)
             results = self.run(site.equation, operands)
             seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
-            return results, self.watch(state, site, *seen, trips)
+            return results, self.watch(state, site, *seen)
         if inner.kind == "call":
-            return self.evaluate(inner.jaxprs[0], operands, state, trips, site)
+            return self.evaluate(inner.jaxprs[0], operands, state, site)
         run, key = getattr(self, f"_{inner.kind}"), site.key
         if not isinstance(state, dict):
-            return run(site, inner, operands, state, trips)
+            return run(site, inner, operands, state)
         part = {each: state[each] for each in state if each[: len(key)] == key}
-        results, part = run(site, inner, operands, part, trips)
+        results, part = run(site, inner, operands, part)
         return results, state | part
 
-    def _scan(
-        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> Results:
+    def _scan(self, site: Site, inner: Inner, operands: list[Array], state: PyTree) -> Results:
         consts, carry, xs = inner.split(operands)
         params = site.equation.params
 
         def body(carried: PyTree, xs: list[Array]) -> PyTree:
             state, trip, carry = carried
             arrays = [*consts, *carry, *xs]
-            results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
+            at = site._replace(trips=(*site.trips, trip))
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, at)
             return (state, trip + 1, results[: len(carry)]), results[len(carry) :]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         (state, _, carry), ys = jax.lax.scan(body, (state, jnp.int32(0), carry), xs, **options)
         return [*carry, *ys], state
 
-    def _while(
-        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> Results:
+    def _while(self, site: Site, inner: Inner, operands: list[Array], state: PyTree) -> Results:
         consts, carry, _ = inner.split(operands)
         plain = dataclasses.replace(self, watch=unwatched, reduce=None, instead=None)
 
         def condition(carried: PyTree) -> Array:
             arrays = [*operands[: inner.first], *carried[2]]
-            return plain.evaluate(inner.condition, arrays, {}, (), site)[0][0]
+            return plain.evaluate(inner.condition, arrays, {}, site)[0][0]
 
         def body(carried: PyTree) -> PyTree:
             state, trip, carry = carried
             arrays = [*consts, *carry]
-            results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
+            at = site._replace(trips=(*site.trips, trip))
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, at)
             return state, trip + 1, results
 
         state, _, carry = jax.lax.while_loop(condition, body, (state, jnp.int32(0), carry))
         return carry, state
 
-    def _cond(
-        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> Results:
+    def _cond(self, site: Site, inner: Inner, operands: list[Array], state: PyTree) -> Results:
         index, *operands = operands
         branches = [
-            lambda state, *operands, jaxpr=jaxpr: self.evaluate(jaxpr, operands, state, trips, site)
+            lambda state, *operands, jaxpr=jaxpr: self.evaluate(jaxpr, operands, state, site)
             for jaxpr in inner.jaxprs
         ]
         if len(branches) == 1:
             return branches[0](state, *operands)
         return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
 
-    def _shard_map(
-        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
-    ) -> Results:
+    def _shard_map(self, site: Site, inner: Inner, operands: list[Array], state: PyTree) -> Results:
         reduce, params = self.reduce, site.equation.params
         if reduce is None:
             raise ValueError(
@@ -250,7 +243,8 @@ class Watcher:
         def body(state: PyTree, trips: Trips, *arrays: Array) -> Results:
             leaves, treedef = jax.tree.flatten(state)
             state = jax.tree.unflatten(treedef, vary(leaves, axes))
-            results, state = self.evaluate(inner.jaxprs[0], arrays, state, trips, site)
+            at = site._replace(trips=trips)
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, at)
             return results, reduce(state, axes)
 
         everywhere = jax.sharding.PartitionSpec()
@@ -262,4 +256,4 @@ class Watcher:
             axis_names=set(axes),
             check_vma=params["check_vma"],
         )
-        return mapped(state, trips, *operands)
+        return mapped(state, site.trips, *operands)

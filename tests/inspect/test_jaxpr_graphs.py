@@ -183,8 +183,8 @@ def check(fn, *args, jits=(jax.jit,)):
         jits: what to compile both by.
     """
 
-    def counted(state, site, operands, results, trips):
-        assert len(trips) == len(site.loops)
+    def counted(state, site, operands, results):
+        assert len(site.trips) == len(site.loops)
         return state | {site.key: state[site.key] + 1}
 
     jaxpr, arrays = trace(fn, *args), jax.tree.leaves(args)

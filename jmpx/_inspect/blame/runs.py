@@ -90,7 +90,7 @@ class Points:
             keep: whether to keep the errors of all points.
         """
 
-        def step(state: Errors, site: Site, operands: list[Array], trips: Trips) -> Results:
+        def step(state: Errors, site: Site, operands: list[Array]) -> Results:
             new = list[Array]()
 
             def at(point: Point, array: Array) -> Array:
@@ -105,7 +105,7 @@ class Points:
                 return low
 
             results = self._run(site, operands, at)
-            return results, watched.stored(state, site, new, trips) if new else state
+            return results, watched.stored(state, site, new) if new else state
 
         empty: Errors = {}
         for key, points in self.at.items() if keep else ():
@@ -122,13 +122,13 @@ class Points:
     ) -> list[Array]:
         """Runs the program in float32; the cotangents of the slots are the costs of the errors."""
 
-        def step(state: PyTree, site: Site, operands: list[Array], trips: Trips) -> Results:
+        def step(state: PyTree, site: Site, operands: list[Array]) -> Results:
             kept = iter(errors.get(site.key, ()))
 
             def at(point: Point, array: Array) -> Array:
                 if not point.is_kept or site.key not in slots:
                     return array
-                return _charged(array, slots[site.key], next(kept), trips)
+                return _charged(array, slots[site.key], next(kept), site.trips)
 
             return self._run(site, operands, at), state
 

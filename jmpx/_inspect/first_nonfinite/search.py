@@ -167,12 +167,12 @@ class Search:
 
         def run(constant: Constant, arrays: list[Array], wanted: Array) -> list[Array | None]:
             def watch(
-                state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+                state: PyTree, site: Site, operands: list[Array], results: list[Array]
             ) -> PyTree:
                 if site.key != key:
                     return state
                 found, kept = state
-                is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
+                is_it = ~found & (jnp.stack([*site.trips, jnp.int32(0)])[:-1] == wanted).all()
                 pairs = zip((*operands, *results), kept, strict=True)
                 return found | is_it, [
                     old if old is None else jnp.where(is_it, jnp.asarray(new, old.dtype), old)
@@ -210,22 +210,22 @@ class _Level:
 
     def __init__(self, notes: dict[SiteKey, _Note]) -> None:
         self.notes = notes
-        self.waiting: list[tuple[Site, list[Array], list[Array], Trips]] = []
+        self.waiting: list[tuple[Site, list[Array], list[Array]]] = []
         self.known: dict[int, tuple[Array, list[Array]]] = {}  # arrays, and their `largest`
 
-    def see(self, site: Site, operands: list[Array], results: list[Array], trips: Trips) -> None:
+    def see(self, site: Site, operands: list[Array], results: list[Array]) -> None:
         """Lets the results of an equation wait, and in a loop its operands."""
         if operation_name(site.equation.primitive.name) in PRODUCTS or len(self.waiting) > _MANY:
             self.noted()
-        self.waiting.append((site, operands if trips else [], results, trips))
+        self.waiting.append((site, operands if site.trips else [], results))
 
     def noted(self) -> dict[SiteKey, _Note]:
         """Returns the notes, with those of all arrays that waited."""
         waiting, self.waiting = self.waiting, []
-        self.largest([x for _, *both, _ in waiting for x in itertools.chain(*both)])
-        for site, operands, results, trips in waiting:
+        self.largest([x for _, *both in waiting for x in itertools.chain(*both)])
+        for site, operands, results in waiting:
             before, now = ([*itertools.chain(*self.largest(x))] for x in (operands, results))
-            self.notes[site.key] = _noted(self.notes[site.key], before, now, trips)
+            self.notes[site.key] = _noted(self.notes[site.key], before, now, site.trips)
         return self.notes
 
     def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:

@@ -22,7 +22,7 @@ from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, run_widened, widened
 from jmpx._inspect.text import paths_around
-from jmpx._inspect.watched import Constant, Site, Trips, Watcher, sites
+from jmpx._inspect.watched import Constant, Site, Watcher, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array
 from jmpx._policies.maps import Rule
@@ -301,9 +301,7 @@ class _State:
         return cls(rows, *tables)
 
 
-def _watch(
-    state: _State, site: Site, operands: list[Array], results: list[Array], trips: Trips
-) -> _State:
+def _watch(state: _State, site: Site, operands: list[Array], results: list[Array]) -> _State:
     """Counts the results of an equation, or lets them wait."""
     row = state.rows.of.get(site.key)
     if row is None:
