@@ -92,7 +92,7 @@ def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
 
 
 class Search:
-    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
+    """A program that is compiled once, and searched with several inputs."""
 
     def __init__(
         self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = lambda array: array
@@ -108,9 +108,8 @@ class Search:
         self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
 
     def _watcher(self, constant: Constant, watch: Update, reduce: Update) -> watched.Watcher:
-        return watched.Watcher(
-            watch, self.run, lambda array: self.constant(constant(array)), reduce
-        )
+        wide = lambda array: self.constant(constant(array))  # noqa: E731
+        return watched.Watcher(watch, self.run, wide, reduce)
 
     def _watch_all(
         self, constant: Constant, arrays: Sequence[Array]
