@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.programs import Program
-from jmpx._jaxprs import core
+from jmpx._jaxprs import core, equations
 from jmpx._jaxprs.core import Array, Atom, Aval, Equation, Jaxpr
-from jmpx._jaxprs.equations import FLOPS, Place, call_of, place_of
+from jmpx._jaxprs.equations import FLOPS, IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS, Place
 from jmpx._jaxprs.inner import Inner, inner_of, walk
 from jmpx._jaxprs.marks import FULL_PRECISION, WHY, Module, is_own_name, module_of, split_policy
 from jmpx._policies.maps import Rule
@@ -86,6 +86,8 @@ def selector(scope: str) -> str | None:
 # --- Nodes and values ---
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
+# Primitives that return all numbers of their one operand; a barrier may have several operands.
+_VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
 WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
 
 
@@ -126,6 +128,22 @@ class Value:
             return np.empty(0)
 
     @property
+    def unmoved(self) -> "Value":
+        """The value from which casts, copies and reshapes made it."""
+        value = self
+        while value.node is not None and value.node.is_view:
+            value = value.node.operands[0]
+        return value
+
+    @property
+    def number(self) -> float | None:
+        """The number that it is known to be when the program is traced; else None."""
+        value = self.unmoved
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        is_known = is_real and value.size == 1 and value.constant is not None
+        return float(np.asarray(value.constant).reshape(())) if is_known else None
+
+    @property
     def is_low(self) -> bool:
         """Whether it is a floating array of 16 bits."""
         return self.dtype in LOW
@@ -164,6 +182,11 @@ class Node:
     def is_carry(self) -> bool:
         """Whether it is a structural node `carry`."""
         return self.is_structure and self.name == "carry"
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it returns the numbers of its first operand, in another shape or dtype."""
+        return self.name in (("shard", "unshard") if self.is_structure else _VIEWS)
 
     @property
     def is_product(self) -> bool:
@@ -208,7 +231,7 @@ class Node:
         """The line of the user's code that it is from, else that of a call that holds it."""
         for each in self.outwards:
             called = each.around.eqn.params.get("name", "") if each.around else ""
-            place = place_of(each.eqn, called if isinstance(called, str) else "")
+            place = equations.place_of(each.eqn, called if isinstance(called, str) else "")
             if place is not None:
                 return place
         return None
@@ -216,7 +239,7 @@ class Node:
     @property
     def user_call(self) -> object:
         """The user's call of which it is a part; None if it is unknown."""
-        calls = (call_of(each.eqn) for each in self.outwards)
+        calls = (equations.call_of(each.eqn) for each in self.outwards)
         return next((found for found in calls if found is not None), None)
 
     @property
@@ -340,6 +363,11 @@ class Graph:
 def _compute_dtype(policy: str) -> np.dtype | None:
     text = policy.partition(",matmul=")[0]
     return np.dtype(get_policy(text).compute_dtype) if text else None
+
+
+def to_products(node: Node) -> list[Value]:
+    """Returns the operands of a node, to walk back as far as products."""
+    return [] if node.is_product else node.operands
 
 
 def before(value: Value, names: Collection[str]) -> Value:

@@ -18,12 +18,8 @@ from jmpx._inspect.audit.values import (
     MOVES_AND_CASTS,
     is_at_most_zero,
     is_sum_of_exponentials,
-    is_view,
-    number_of,
-    to_products,
-    unmoved,
 )
-from jmpx._inspect.graph import Graph, Node, Value, before
+from jmpx._inspect.graph import Graph, Node, Value, before, to_products
 from jmpx._jaxprs.equations import DECOMPOSITIONS
 from jmpx._jaxprs.marks import ROUNDED
 
@@ -100,7 +96,7 @@ def _low_nbytes(node: Node) -> int:
 
 def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
     hazard = _HAZARDS[node.name](node, dtype)
-    if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
+    if hazard is not None and any(value.unmoved.constant is None for value in node.operands):
         (severity, message), what, flops = hazard, node.name, 0
         if _HAZARDS[node.name] is _periodic:  # a cast right before it would widen rounded angles
             what = f"the code that makes the angles of {what}"
@@ -290,7 +286,7 @@ def _are_distinct(indices: Value) -> bool:
 
     def through(node: Node) -> list[Value]:
         is_joined = node.name in ("concatenate", "select_n", "add", "clamp")
-        return node.operands if is_joined else node.operands[: is_view(node)]
+        return node.operands if is_joined else node.operands[: node.is_view]
 
     nodes = Graph.back([indices], through, _FARTHEST)
     return any(node.name in ("iota", "sort", "top_k") for node in nodes)
@@ -386,7 +382,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
     """Returns the operands that may be the sum so far, each with its factor and its addend."""
     if node is None:
         return []
-    if is_view(node):
+    if node.is_view:
         return [(node.operands[0], 1.0)]
     if node.name in ("select_n", "join"):
         return [(value, 1.0) for value in node.operands]
@@ -395,7 +391,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
     left, right = node.operands
     both = [(left, right), (right, left)]
     if node.name == "mul":
-        factors = ((value, number_of(other)) for value, other in both)
+        factors = ((value, other.number) for value, other in both)
         return [(value, by) for value, by in factors if by is not None and 0 < by <= 1]
     both = both[: 1 + (node.name != "sub")]
     return [(value, 1.0, other) for value, other in both if not _is_of_own_part(other)]
@@ -403,7 +399,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
 
 def _is_of_own_part(addend: Value) -> bool:
     """Whether an addend is 0 except in one part, as the gradient of `x[i]` is."""
-    node = unmoved(addend).node
+    node = addend.unmoved.node
     if node is None or node.name != "dynamic_update_slice":
         return False
-    return number_of(node.operands[0]) == 0
+    return node.operands[0].number == 0

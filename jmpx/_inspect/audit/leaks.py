@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
 from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, Stream, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product, number_of, reaches_end
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product, reaches_end
 from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, Place, source_of, writer_of
@@ -218,7 +218,7 @@ class _Leaks:
             return self._graph.program.names[source.index], origin
         calls = [each.user_call for each in (*filter(None, [value.node]), *value.readers[:1])]
         is_own = calls[0] == calls[-1]  # no other call made an array of it
-        return number_of(moved) if is_own else None, origin
+        return moved.number if is_own else None, origin
 
     def _named(self, value: Value, node: Node) -> str:
         """Returns a name for a wide value that a node reads."""

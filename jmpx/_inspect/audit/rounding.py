@@ -16,11 +16,8 @@ from jmpx._inspect.audit.values import (
     MOVES,
     MOVES_AND_CASTS,
     is_at_most_zero,
-    is_view,
     multiplied,
-    number_of,
     reaches_end,
-    unmoved,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
 from jmpx._jaxprs.equations import writer_of
@@ -109,7 +106,7 @@ def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
     """Returns the operands of a node to follow, if it is a move or has one of these names."""
     if node.is_structure:
         return node.operands if node.name in _TIES else ()
-    if node.name in MOVES or is_view(node):
+    if node.name in MOVES or node.is_view:
         return node.operands[:1]
     return node.operands[node.name == "select_n" :] if node.name in names else ()
 
@@ -196,11 +193,11 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
 
 def _is_mask(value: Value) -> bool:
     """Whether an array is an argument, of booleans or integers, or 1 minus such a mask."""
-    value = unmoved(value)
+    value = value.unmoved
     node = value.node
     if node is None or not (value.is_low or value.is_wide):
         return value.kind != "literal"
-    return node.name == "sub" and number_of(node.operands[0]) == 1
+    return node.name == "sub" and node.operands[0].number == 1
 
 
 def _beyond_numbers(numbers: np.ndarray) -> float | None:
@@ -217,7 +214,7 @@ def _lost_literal(node: Node) -> float | None:
     start of a `sum`.
     """
     for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
-        number = number_of(value) if value.kind == "literal" else None
+        number = value.number if value.kind == "literal" else None
         is_added = number == 0 and index == 1 and node.name == "add"
         is_epsilon = is_added and _is_kept_from_zero(node.results[0])
         if number is not None and (np.isinf(number) or is_epsilon):

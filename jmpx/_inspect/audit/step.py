@@ -10,8 +10,8 @@ import numpy as np
 
 from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.report import Finding
-from jmpx._inspect.audit.values import CAST, MOVES, MOVES_AND_CASTS, number_of, to_products
-from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, selector, where
+from jmpx._inspect.audit.values import CAST, MOVES, MOVES_AND_CASTS
+from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, selector, to_products, where
 from jmpx._inspect.text import short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, FRAMEWORKS, Place, writer_of
 from jmpx._jaxprs.inner import is_outer
@@ -88,7 +88,7 @@ class Streams:
         meant = {*Graph.back(decomposed, to_products)}
         # Products that read the float32 state of a recurrence, and do not change it.
         for carry in (node for node in graph.nodes if node.is_carry and node.results[0].is_wide):
-            if number_of(carry.operands[0]) is None:  # the code itself begins no state
+            if carry.operands[0].number is None:  # the code itself begins no state
                 continue
             changing = {*Graph.back(carry.operands[1:], lambda node: node.operands)}
             is_fed = any(value.kind == "input" for node in changing for value in node.operands)

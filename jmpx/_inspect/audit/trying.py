@@ -16,7 +16,7 @@ import numpy as np
 from jmpx._base.trees import is_floating_dtype, is_traceable
 from jmpx._inspect.audit.report import Finding
 from jmpx._inspect.audit.step import Streams, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, number_of, reaches_end
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, reaches_end
 from jmpx._inspect.blame.runs import Edit, Point, Points, Runs
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
@@ -151,7 +151,7 @@ def _is_wide(value: Value) -> bool:
     """Whether JAX's promotion returns float32 because of an operand."""
     while value.is_wide and value.node is not None and value.node.name in MOVES_AND_CASTS:
         value = value.node.operands[0]
-    return value.is_wide and number_of(value) is None
+    return value.is_wide and value.number is None
 
 
 def before_products(graph: Graph) -> set[Node]:

@@ -2,12 +2,11 @@
 
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
 from jmpx._inspect.graph import LOW, Graph, Node, Value
-from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
+from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES
 
 CAST = "convert_element_type"
 
@@ -15,8 +14,6 @@ CAST = "convert_element_type"
 # parts of several devices, are not among them.
 MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | {"stack", "result", "shard", "unshard"}
 MOVES_AND_CASTS = MOVES | {CAST}
-# Primitives that return all numbers of their one operand; a barrier may have several operands.
-_VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
 
 
 # --- Products ---
@@ -58,26 +55,6 @@ def _stored(value: Value) -> np.dtype:
 # --- Origins ---
 
 
-def is_view(node: Node) -> bool:
-    """Whether a node returns the numbers of its first operand, in another shape or dtype."""
-    return node.name in ("shard", "unshard") if node.is_structure else node.name in _VIEWS
-
-
-def unmoved(value: Value) -> Value:
-    """Returns the value from which casts, copies and reshapes made a value."""
-    while value.node is not None and is_view(value.node):
-        value = value.node.operands[0]
-    return value
-
-
-def number_of(value: Value) -> float | None:
-    """Returns the number that a value is known to be when the program is traced; else None."""
-    value = unmoved(value)
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    is_known = is_real and value.size == 1 and value.constant is not None
-    return float(np.asarray(value.constant).reshape(())) if is_known else None
-
-
 def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
     """Whether a result reaches the end of the forward pass without products or avoided dtypes."""
 
@@ -90,11 +67,6 @@ def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
     readers = Graph.forward(kept(node), through)
     values = itertools.chain(kept(node), *map(through, readers))
     return any(v.is_output or (not v.readers and v.shape == ()) for v in values)
-
-
-def to_products(node: Node) -> list[Value]:
-    """Returns the operands of a node, to walk back as far as products."""
-    return [] if node.is_product else node.operands
 
 
 # --- Signs ---
@@ -113,16 +85,16 @@ def is_at_most_zero(value: Value) -> bool:
 
 def is_sum_of_exponentials(value: Value) -> bool:
     """Whether a value is an exponential of numbers that are at most 0, or a sum of such."""
-    node = unmoved(value).node
+    node = value.unmoved.node
     while node is not None and node.name in ("abs", "reduce_sum"):
-        node = unmoved(node.operands[0]).node
+        node = node.operands[0].unmoved.node
     return node is not None and node.name == "exp" and is_at_most_zero(node.operands[0])
 
 
 def _sign(value: Value, depth: int) -> int:
     """Returns 1 if no number of a value is negative, -1 if none is positive, and 0 if unknown."""
-    value = unmoved(value)
-    constant = number_of(value)
+    value = value.unmoved
+    constant = value.number
     if constant is not None:
         return (constant > 0) - (constant < 0)
     node = value.node
@@ -140,7 +112,7 @@ def _sign(value: Value, depth: int) -> int:
 
 
 def _sign_of_two(node: Node, depth: int) -> int:
-    left, right = map(unmoved, node.operands)
+    left, right = (value.unmoved for value in node.operands)
     if node.name != "sub":
         return 1 if left is right else _sign(left, depth) * _sign(right, depth)
     is_less = _sign(left, depth) < 0 and _sign(right, depth) > 0
@@ -151,15 +123,15 @@ def _is_no_smaller(value: Value, other: Value) -> bool:
     """Whether a value is at least another one, because a maximum with it went into the value."""
     others = [other]
     if other.node is not None and other.node.name == "select_n":  # x where it is finite, say
-        others += map(unmoved, other.node.operands[1:])
-    constants = {number_of(each) for each in others} - {None}
+        others += [each.unmoved for each in other.node.operands[1:]]
+    constants = {each.number for each in others} - {None}
 
     def through(node: Node) -> list[Value]:
-        return node.operands if node.name in _WITHIN else node.operands[: is_view(node)]
+        return node.operands if node.name in _WITHIN else node.operands[: node.is_view]
 
     def behind(values: list[Value]) -> list[Node]:
         return list(Graph.back(values, through, _MOST))
 
     joined = [v for node in behind([value]) if node.name in _MAXIMA for v in node.operands]
-    found = map(unmoved, [*joined, *(v for node in behind(joined) for v in through(node))])
-    return any(each in others or number_of(each) in constants for each in found)
+    found = [*joined, *(v for node in behind(joined) for v in through(node))]
+    return any(each.unmoved in others or each.number in constants for each in found)

@@ -17,7 +17,6 @@ from jmpx._base.axes import as_whole
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.audit.values import number_of
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import CompileCache, run_widened, widened
@@ -219,7 +218,7 @@ class Rows:
         # The magnitudes beyond float16 that `jnp.where` puts into arrays.
         selects = (node for node in graph.nodes if node.name == "select_n")
         values = (v for n in selects for v in n.operands[1:] if is_floating_dtype(v.dtype))
-        constants = {abs(number_of(value) or 0.0) for value in values}
+        constants = {abs(value.number or 0.0) for value in values}
         self.masks = tuple(sorted(c for c in constants if LARGEST_FLOAT16 < c < math.inf))
         rows = {
             n.key: (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
