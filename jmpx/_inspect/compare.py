@@ -23,9 +23,9 @@ from jmpx._inspect.emulate import LOW_DTYPES, Rounding
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.running import key_of, relative_error, run_widened, widened, with_arrays
+from jmpx._inspect.running import relative_error, run_widened, widened, with_arrays
 from jmpx._inspect.text import count_text, error_text, paths_around, short_names
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, evaluate, sites, stored
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Watcher, sites, stored
 from jmpx._jaxprs.equations import Place
 from jmpx._jaxprs.marks import Array, Jaxpr
 
@@ -228,13 +228,11 @@ def _run(
     jaxpr: Jaxpr, kept: list[_Kept], arrays: list[Array], run: Run, constant: Constant
 ) -> tuple[list[Array], list[Array]]:
     """Runs a program, and returns the arrays to keep, and its results, in float32."""
-    wanted = {key_of(node) for node, _, _ in kept}
+    wanted = {node.key for node, _, _ in kept}
 
-    def watch(
-        state: _Numbers, site: Site, operands: list[Array], results: list[Array], trips: Trips
-    ) -> _Numbers:
+    def watch(state: _Numbers, site: Site, operands: list[Array], results: list[Array]) -> _Numbers:
         new = [*map(widened, results)]
-        return stored(state, site, new, trips) if site.key in wanted else state
+        return stored(state, site, new) if site.key in wanted else state
 
     @jax.jit
     def run_all(arrays: list[Array]) -> tuple[list[Array], _Numbers]:
@@ -243,22 +241,19 @@ def _run(
             lengths = [eqn.params["length"] for eqn in site.loops]
             avals = [var.aval for var in site.equation.outvars]
             empty[site.key] = [widened(jnp.zeros((*lengths, *x.shape), x.dtype)) for x in avals]
-        results, numbers = evaluate(jaxpr, arrays, watch, empty, run=run, constant=constant)
+        results, numbers = Watcher(watch, run, constant).evaluate(jaxpr, arrays, empty)
         return [*map(widened, results)], numbers
 
     results, numbers = run_all(arrays)
-    return [numbers[key_of(node)][index] for node, index, _ in kept], results
+    return [numbers[node.key][index] for node, index, _ in kept], results
 
 
 # --- Pairs: outputs that are the same numbers ---
 
 
-class Pair(NamedTuple):
-    """Two outputs that are the same numbers, the second with its axes in the order of the first."""
-
-    reference: Output
-    candidate: Output
-    in_float32: float  # the error of the one against the other
+# Two outputs that are the same numbers, the second with its axes in the order of the first, and the
+# error in float32 of the one against the other.
+Pair: TypeAlias = tuple[Output, Output, float]
 
 
 def _paired(
@@ -277,7 +272,7 @@ def _paired(
             pairs = [(taken, _pair(one, other)) for taken, other in fitting]
             pairs = [(taken, pair) for taken, pair in pairs if pair is not None]
             if pairs:
-                taken, found[indices[0]] = min(pairs, key=lambda each: each[1].in_float32)
+                taken, found[indices[0]] = min(pairs, key=lambda each: each[1][-1])
                 left = {index: each for index, each in left.items() if index not in indices}
                 others = {index: each for index, each in others.items() if index not in taken}
     return [found[index] for index in sorted(found)], [*left.values()], [*others.values()]
@@ -310,7 +305,7 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
     order = min(errors, key=lambda order: errors[order])
     if not errors[order] <= _AGREES:
         return None
-    return Pair(
+    return (
         reference._replace(wide=one, written=np.squeeze(reference.written)),
         candidate._replace(
             wide=other.transpose(order), written=np.squeeze(candidate.written).transpose(order)
@@ -409,7 +404,7 @@ def compare(
             float(band),
             tuple(map(_compared, pairs)),
             (*_unpaired(alone[0], "reference"), *_unpaired(alone[1], "candidate")),
-            _log_probabilities([pair for pair in pairs if pair.reference.scope == _RESULT]),
+            _log_probabilities([pair for pair in pairs if pair[0].scope == _RESULT]),
         )
 
     return call

@@ -20,7 +20,7 @@ from jmpx._base.formats import E4M3, E5M2, rounded_to
 from jmpx._base.messages import describe
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._base.trees import PyTree
-from jmpx._inspect import watched
+from jmpx._inspect.watched import Watcher, unwatched
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
@@ -36,18 +36,12 @@ _EXACT |= set("select_n neg abs sign max min clamp floor ceil round sort".split(
 _EXACT |= {"reduce_max", "reduce_min"}
 
 
-def rounded(array: Array) -> Array:
-    """Rounds a 16-bit array that a compiler may have kept with more digits.
+def _rounded(array: Array, dtype: np.dtype | None) -> Array:
+    """Returns an array rounded to a dtype, as float32; None stands for TF32.
 
     `lax.reduce_precision` of a 16-bit array is no operation, so compilers may remove it. Of a
     float32 array they may not.
     """
-    wide = lax.convert_element_type(array, np.float32)
-    return lax.convert_element_type(rounded_to(wide, array.dtype), array.dtype)
-
-
-def _operand(array: Array, dtype: np.dtype | None) -> Array:
-    """Returns an operand of a product in a dtype, as float32; None stands for TF32."""
     wide = lax.convert_element_type(array, np.float32)
     if dtype is None:
         return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=10)
@@ -95,22 +89,19 @@ class Rounding:
     ) -> list[Array]:
         """Runs a jaxpr with these constants, and rounds its inputs, too."""
         replaced = {id(old): new for old, new in zip(core.consts_of(jaxpr), consts, strict=True)}
-        results, _ = watched.evaluate(
-            jaxpr,
-            [*map(self.rounded, arrays)],
-            watched.unwatched,
-            (),
+        watcher = Watcher(
             run=self.equation,
             constant=lambda array: replaced.get(id(array), array),
-            reduce=lambda state, axes: state,
+            reduce=unwatched,
         )
-        return results
+        return watcher.evaluate(jaxpr, [*map(self.rounded, arrays)])[0]
 
     def rounded(self, array: Array) -> Array:
         """Returns an array, rounded if it has one of the dtypes; references stay."""
         is_reference = hasattr(getattr(array, "aval", None), "inner_aval")
-        is_low = not is_reference and getattr(array, "dtype", None) in self.dtypes
-        return rounded(array) if is_low else array
+        if is_reference or getattr(array, "dtype", None) not in self.dtypes:
+            return array
+        return lax.convert_element_type(_rounded(array, array.dtype), array.dtype)
 
     def equation(self, eqn: Equation, operands: list[Array]) -> list[Array]:
         """Runs an equation that holds no jaxpr."""
@@ -118,7 +109,7 @@ class Rounding:
         to = OPERAND_DTYPES.get(algorithm)
         if algorithm == _TF32 or to in self.dtypes:
             # Products of float32 run on all chips; those with an algorithm do not.
-            operands = [_operand(array, to) for array in operands]
+            operands = [_rounded(array, to) for array in operands]
             results = core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
         else:
             results = core.bind(eqn, operands)

@@ -8,42 +8,27 @@ import functools
 import itertools
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.programs import Program
-from jmpx._jaxprs.core import is_literal, operation_name, scope_within
-from jmpx._jaxprs.equations import FLOPS, Place, place_of
+from jmpx._jaxprs import core, equations
+from jmpx._jaxprs.core import Array, Atom, Aval, Equation, Jaxpr
+from jmpx._jaxprs.equations import FLOPS, IDENTITIES, PLACEMENTS, RESHAPES, ROUNDINGS, Place
 from jmpx._jaxprs.inner import Inner, inner_of, walk
-from jmpx._jaxprs.marks import (
-    FULL_PRECISION,
-    RESTORE,
-    ROUNDED,
-    SCALED,
-    WHY,
-    Array,
-    Atom,
-    Aval,
-    Equation,
-    Jaxpr,
-    Module,
-    NameStack,
-    is_own_name,
-    module_of,
-    split_policy,
-    without_marks,
-)
+from jmpx._jaxprs.marks import FULL_PRECISION, WHY, Module, is_own_name, module_of, split_policy
 from jmpx._policies.maps import Rule
+from jmpx._policies.strings import get_policy
 
 # --- Scopes: the module of an operation, and the rule that selects it ---
 
-_OWN = (FULL_PRECISION, RESTORE, ROUNDED, SCALED)
-# Names that JAX itself adds to name stacks: subscripts of an einsum, and parts of a checkpoint.
-_OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
+# Names that JAX itself adds to name stacks, subscripts of an einsum and parts of a checkpoint, and
+# those that jmpx adds.
+_NOT_OF_USERS = re.compile(r".*->.*|checkpoint|rematted_computation|jmpx\..*")
 _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
 
 
@@ -59,18 +44,17 @@ class Where(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def where(scope: str) -> Where:
     """Returns the parts of a scope whose modules have marks: see `core.scope_of`."""
-    scope, _ = split_policy(scope)
-    parts = scope.split("/") if scope else []
+    parts = scope.split("/")
     module, start = None, 0
     for index, part in enumerate(parts):
         found = module_of(part)
         if found is not None:
             module, start = found, index + 1
-    names = [part for part in parts[start:] if part not in _OWN and not _OF_JAX.fullmatch(part)]
+    names = [part for part in parts[start:] if not _NOT_OF_USERS.fullmatch(part)]
     while module is not None and names and is_own_name(module, names[0]):
         del names[0]
     outer = "" if module is None else module.path or module.cls.__name__
-    inner = without_marks("/".join(names))
+    inner = "/".join(names)
     return Where("/".join(filter(None, (outer, inner))), module, inner, FULL_PRECISION in parts)
 
 
@@ -102,6 +86,8 @@ def selector(scope: str) -> str | None:
 # --- Nodes and values ---
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
+# Primitives that return all numbers of their one operand; a barrier may have several operands.
+_VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
 WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
 
 
@@ -140,6 +126,22 @@ class Value:
             return np.asarray([] if self.constant is None else self.constant, np.float64)
         except TypeError:  # an abstract array
             return np.empty(0)
+
+    @property
+    def unmoved(self) -> "Value":
+        """The value from which casts, copies and reshapes made it."""
+        value = self
+        while value.node is not None and value.node.is_view:
+            value = value.node.operands[0]
+        return value
+
+    @property
+    def number(self) -> float | None:
+        """The number that it is known to be when the program is traced; else None."""
+        value = self.unmoved
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        is_known = is_real and value.size == 1 and value.constant is not None
+        return float(np.asarray(value.constant).reshape(())) if is_known else None
 
     @property
     def is_low(self) -> bool:
@@ -182,6 +184,11 @@ class Node:
         return self.is_structure and self.name == "carry"
 
     @property
+    def is_view(self) -> bool:
+        """Whether it returns the numbers of its first operand, in another shape or dtype."""
+        return self.name in (("shard", "unshard") if self.is_structure else _VIEWS)
+
+    @property
     def is_product(self) -> bool:
         """Whether it is a matrix product or a convolution."""
         return self.name in FLOPS
@@ -198,6 +205,11 @@ class Node:
     def first_operands(self) -> list[Value]:
         """Its operands; for a carry, only the initial value, as the other is computed later."""
         return self.operands[:1] if self.is_carry else self.operands
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal to the key of the site of its equation: see `watched.Site`."""
+        return tuple(id(each.eqn) for each in self.outwards)[::-1]
 
     @property
     def module(self) -> Module | None:
@@ -219,10 +231,16 @@ class Node:
         """The line of the user's code that it is from, else that of a call that holds it."""
         for each in self.outwards:
             called = each.around.eqn.params.get("name", "") if each.around else ""
-            place = place_of(each.eqn, called if isinstance(called, str) else "")
+            place = equations.place_of(each.eqn, called if isinstance(called, str) else "")
             if place is not None:
                 return place
         return None
+
+    @property
+    def user_call(self) -> object:
+        """The user's call of which it is a part; None if it is unknown."""
+        calls = (equations.call_of(each.eqn) for each in self.outwards)
+        return next((found for found in calls if found is not None), None)
 
     @property
     def outwards(self) -> "Iterator[Node]":
@@ -231,6 +249,9 @@ class Node:
         while each is not None:
             yield each
             each = each.around
+
+
+Through: TypeAlias = Callable[[Node], Iterable[Value]]  # the values to follow from a node
 
 
 class Graph:
@@ -251,11 +272,7 @@ class Graph:
             value.is_output = True
 
     @staticmethod
-    def back(
-        values: Iterable[Value],
-        through: Callable[[Node], Iterable[Value]],
-        limit: int | None = None,
-    ) -> Iterator[Node]:
+    def back(values: Iterable[Value], through: Through, limit: int | None = None) -> Iterator[Node]:
         """Yields the nodes that values are computed from, each once, the nearest first.
 
         Args:
@@ -266,9 +283,7 @@ class Graph:
         return _nearest(values, lambda value: filter(None, [value.node]), through, limit)
 
     @staticmethod
-    def forward(
-        values: Iterable[Value], through: Callable[[Node], Iterable[Value]]
-    ) -> Iterator[Node]:
+    def forward(values: Iterable[Value], through: Through) -> Iterator[Node]:
         """Yields the nodes that read values, each once, the nearest first.
 
         Args:
@@ -287,6 +302,11 @@ class Graph:
         around = [modules for modules in scopes if modules]
         outermost = frozenset.intersection(*around) if around else frozenset()
         return outermost if frozenset().union(*around) > outermost else frozenset()
+
+    @functools.cached_property
+    def by_key(self) -> dict[tuple[int, ...], Node]:
+        """The nodes of equations by their keys."""
+        return {node.key: node for node in self.nodes if not node.is_structure}
 
     @functools.cached_property
     def live(self) -> frozenset[Node]:
@@ -321,6 +341,34 @@ class Graph:
         policy, module = split_policy(node.scope)[1].partition(WHY)[0], node.module
         return policy or ("" if module is None else self.program.policies.get(module.path, ""))
 
+    def compute_dtype(self, node: Node) -> np.dtype | None:
+        """Returns the dtype in which the policy of a node computes; None if there was none."""
+        return _compute_dtype(self.policy(node))
+
+    @functools.cached_property
+    def outermost_dtype(self) -> np.dtype | None:
+        """The dtype in which the outermost policy computes; None if there is no policy."""
+        return _compute_dtype(next(filter(None, self.program.policies.values()), ""))
+
+    @functools.cached_property
+    def half_dtype(self) -> str:
+        """The name of the 16-bit dtype of a step: of most values, else of its policy."""
+        values = Counter(v.dtype.name for node in self.nodes for v in node.results if v.is_low)
+        return max(
+            values, key=lambda name: values[name], default=str(self.outermost_dtype or "bfloat16")
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _compute_dtype(policy: str) -> np.dtype | None:
+    text = policy.partition(",matmul=")[0]
+    return np.dtype(get_policy(text).compute_dtype) if text else None
+
+
+def to_products(node: Node) -> list[Value]:
+    """Returns the operands of a node, to walk back as far as products."""
+    return [] if node.is_product else node.operands
+
 
 def before(value: Value, names: Collection[str]) -> Value:
     """Returns the value before nodes of some names, following their first operands."""
@@ -332,7 +380,7 @@ def before(value: Value, names: Collection[str]) -> Value:
 def _nearest(
     values: Iterable[Value],
     neighbors: Callable[[Value], Iterable[Node]],
-    through: Callable[[Node], Iterable[Value]],
+    through: Through,
     limit: int | None,
 ) -> Iterator[Node]:
     waiting, seen = deque[Node](), set[Node]()
@@ -352,7 +400,7 @@ class _Builder:
     def __init__(self, nodes: list[Node], platform: str | None) -> None:
         self.nodes, self.platform = nodes, platform
         self.consts: dict[int, Value] = {}
-        self.stacks: dict[tuple[str, int], tuple[NameStack, str, bool]] = {}
+        self.stacks: dict[tuple[str, int], tuple[object, str, bool]] = {}
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value], around: Node | None) -> list[Value]:
         """Adds the equations of a jaxpr that the node `around` holds, and returns its results."""
@@ -363,7 +411,7 @@ class _Builder:
         return walk(jaxpr, operands, step, self.constant)
 
     def constant(self, atom: Atom, constant: Array) -> Value:
-        if is_literal(atom):
+        if core.is_literal(atom):
             return Value(atom.aval, "literal", constant)
         return self.consts.setdefault(id(constant), Value(atom.aval, "const", constant))
 
@@ -371,9 +419,9 @@ class _Builder:
         stack, outer = eqn.source_info.name_stack, "" if around is None else around.scope
         key = outer, id(stack)
         if key not in self.stacks:  # Equations share stacks, and spelling one takes time.
-            self.stacks[key] = stack, scope_within(outer, eqn), "transpose(" in str(stack)
+            self.stacks[key] = stack, core.scope_within(outer, eqn), "transpose(" in str(stack)
         _, scope, is_backward = self.stacks[key]
-        node = Node(operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
+        node = Node(core.operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
         if around is not None:
             node.times, node.in_while = around.times, around.in_while
             node.is_backward |= around.is_backward

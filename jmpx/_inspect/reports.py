@@ -7,7 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jmpx._base.trees import is_int
+import numpy as np
+
+from jmpx._base.trees import is_array
 from jmpx._inspect.text import columns
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ def as_text(blocks: Iterable[str | Table]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns named tuples as dicts, tuples as lists, and infinities and NaNs as text."""
+    """Returns named tuples as dicts, tuples and arrays as lists, infinities and NaNs as text."""
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
@@ -109,4 +111,5 @@ def plain(value: Any) -> Any:
         return list(map(plain, value))
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return int(value) if is_int(value) else value  # `json.dumps` takes no numbers of NumPy
+    # `json.dumps` takes no numbers of NumPy.
+    return np.asarray(value).tolist() if is_array(value) else value

@@ -18,9 +18,8 @@ from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.dtypes import is_dtype
 from jmpx._base.trees import ARRAYS, PyTree, is_floating_dtype
-from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
-from jmpx._inspect.watched import SiteKey, constants, is_opaque
+from jmpx._inspect.watched import constants, is_opaque
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr, Params, operation_name
 from jmpx._jaxprs.inner import structure
@@ -29,6 +28,7 @@ from jmpx._scales.kinds import DynamicLossScale
 R = TypeVar("R")
 Advance: TypeAlias = Callable[..., object]  # advances a bar by one; may get a line to write
 _FLOAT32 = np.dtype(np.float32)
+_ALGORITHMS = (lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
 def with_arrays(program: Program, caller: str) -> Program:
@@ -42,16 +42,6 @@ def with_arrays(program: Program, caller: str) -> Program:
                 "or call jmpx.inspect.audit, which takes shapes."
             )
     return program
-
-
-def key_of(node: Node) -> SiteKey:
-    """Returns the key of a node, equal to the key of the site of its equation."""
-    return tuple(id(each.eqn) for each in node.outwards)[::-1]
-
-
-def nodes_by_key(graph: Graph) -> dict[SiteKey, Node]:
-    """Returns the nodes of equations by their keys."""
-    return {key_of(node): node for node in graph.nodes if not node.is_structure}
 
 
 def scale_text(scale: float) -> str:
@@ -151,7 +141,9 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
         keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name)(*operands, **{key: eqn.params[key] for key in keys})]
     entry = lookup(eqn)
-    if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
+    # A product that names an algorithm only takes operands of certain dtypes.
+    has_algorithm = isinstance(eqn.params.get("precision"), _ALGORITHMS)
+    if entry is None or entry.rule is keep or has_algorithm or core.inner_jaxprs(eqn.params):
         as_traced = [
             lax.convert_element_type(array, atom.aval.dtype) if is_low(atom, wide) else array
             for array, atom in zip(operands, eqn.invars, strict=True)
@@ -164,13 +156,6 @@ def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOA
 def is_low(atom: Atom, wide: np.dtype = _FLOAT32) -> bool:
     """Whether the dtype of an operand or a result is narrow."""
     return is_narrow(getattr(atom.aval, "dtype", None), wide)
-
-
-def _has_algorithm(eqn: Equation) -> bool:
-    """Whether a product names an algorithm, which only takes operands of certain dtypes."""
-    precision = eqn.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
 
 
 # --- Compiled once for all programs of one structure ---
@@ -218,7 +203,7 @@ class CompileCache:
         """Returns `fn(constant, *arguments)`, compiled.
 
         Args:
-            fn: a function that evaluates the jaxpr; `constant` is for `watched.evaluate`.
+            fn: a function that evaluates the jaxpr; `constant` is for `watched.Watcher`.
             arguments: pytrees of arrays.
             *depends_on: the values that `fn` closes over and depends on.
         """

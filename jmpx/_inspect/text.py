@@ -43,6 +43,11 @@ def paths_around(path: str) -> list[str]:
     return [*itertools.accumulate(path.split("/"), "{}/{}".format)][::-1] if path else []
 
 
+def starred(text: str) -> str:
+    """Returns a path with `*` for each number: equal for all layers that are alike."""
+    return re.sub(r"\d+", "*", text)
+
+
 def count_text(count: int, noun: str) -> str:
     """Returns a count and its noun: `1 cast`, `1,200 casts`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

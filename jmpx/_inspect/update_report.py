@@ -56,9 +56,7 @@ class UpdateReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the counts as Python's numbers, or lists of them if reports were stacked."""
-        counts = {name: lost._asdict() for name, lost in self.updates.items()}
-        plain = jax.tree.map(lambda count: np.asarray(count).tolist(), counts)
-        return {"version": self._version, "updates": plain, "dtypes": dict(self.dtypes)}
+        return {**super().to_dict(), "dtypes": dict(self.dtypes)}
 
     def _blocks(self) -> Iterator[str]:
         """Yields the shares of all parameters and of the worst ones, and a remedy."""

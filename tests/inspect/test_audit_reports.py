@@ -380,7 +380,7 @@ FINDINGS = st.builds(
 @given(st.lists(FINDINGS))
 def test_findings_are_merged_by_name_place_and_scope_and_sorted_by_severity_and_size(findings):
     key = lambda each: (each.name, each.place, each.scope)  # noqa: E731
-    found = [UntriedFinding(KINDS[each.name], each, [], ()) for each in findings]
+    found = [UntriedFinding(each, [], ()) for each in findings]
     result = [each.finding for each in merged(found)]
     assert {key(each) for each in result} == {key(each) for each in findings}
     assert len(result) == len({key(each) for each in result})

@@ -14,7 +14,7 @@ import jmpx
 # Which sites round is a mask of these runs: no public function takes one.
 from jmpx._inspect.blame.api import blamed_runs, group_names, nodes_of
 from jmpx._inspect.choose.api import Choice, Tried, front
-from jmpx._inspect.choose.search import Sites, Strings, _alike, new_search
+from jmpx._inspect.choose.search import IslandSearch, Sites, Strings, _alike
 from jmpx._inspect.graph import Graph
 
 POLICY = "by=operations,c=bf16"
@@ -159,7 +159,7 @@ def batches_and_search():
 
 def searched(loss_fn, batches):
     program, runs = blamed_runs(loss_fn, POLICY, batches)
-    return new_search(program, runs, jmpx.get_policy_map(POLICY), 0, lambda: None)
+    return IslandSearch(program, runs, jmpx.get_policy_map(POLICY), 0, lambda: None)
 
 
 @pytest.mark.thorough

@@ -5,8 +5,8 @@
 - `report.py` is the report: its data, its text, and its check for tests.
 - The searches: `rounding.py` (logits, constants and casts), `leaks.py` (float32 in a step of 16
   bits), `hazards.py` (operations and sums in 16 bits) and `hardware.py` (what a platform does).
-  **A new kind of finding** is a `FindingKind` in `KINDS` of one of them, code in its `search`, and
-  a row in the table of `docs/findings.md`. A new file needs its name in `_SEARCHES`, too.
+  **A new kind of finding** is a name in `KINDS` of one of them, code in its `search`, and a row in
+  the table of `docs/findings.md`. A new file needs its name in `_SEARCHES`, too.
 - The searches share `step.py` (the audited step, its streams of float32 values, how a finding is
   made, and rules that may fix it) and `values.py` (facts about nodes and values).
 - `trying.py` runs the program, with rules and with the edits of advice, and compares the errors.

@@ -4,34 +4,24 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Never, TypeAlias
 
+import numpy as np
+
 from jmpx._inspect.audit import hardware, hazards, leaks, rounding, summary
-from jmpx._inspect.audit.report import (
-    SEVERITIES,
-    Audit,
-    Finding,
-    alike_groups,
-    common,
-    numbers_to_stars,
-)
-from jmpx._inspect.audit.step import (
-    AuditedStep,
-    FindingKind,
-    Remedies,
-    UntriedFinding,
-    is_half_product,
-)
+from jmpx._inspect.audit.report import SEVERITIES, Audit, Finding, alike_groups, common
+from jmpx._inspect.audit.step import AuditedStep, Remedies, UntriedFinding
 from jmpx._inspect.audit.trying import Trial, before_products
-from jmpx._inspect.audit.values import MOVES_AND_CASTS
-from jmpx._inspect.graph import Graph
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product
+from jmpx._inspect.graph import WIDE, Graph, modules_of
 from jmpx._inspect.programs import traced_program
-from jmpx._inspect.text import bytes_text, refuse_arguments
+from jmpx._inspect.text import bytes_text, refuse_arguments, starred
 from jmpx._jaxprs.equations import Place
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
 
-# Each file has `KINDS` and `search`. `rounding` runs first: the others skip what it explains.
+# Each file has `search` and `KINDS`: the names of kinds, which are public, and methods that return
+# rules that may fix a finding. `rounding` runs first: the others skip what it explains.
 _SEARCHES = (rounding, leaks, hazards, hardware)
-KINDS: dict[str, FindingKind] = {kind.name: kind for each in _SEARCHES for kind in each.KINDS}
+KINDS = {name: rules for each in _SEARCHES for name, rules in each.KINDS.items()}
 _MOST = 12  # rules that are tried in one audit; each is one more trace
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
@@ -209,12 +199,12 @@ class _Trials:
 
     def remedy(self, group: Sequence[Finding]) -> tuple[str, str]:
         """Returns the first rule that fixes a group, or "", and a sentence with `{}` for advice."""
-        is_leak = self._found[_key(group[0])].kind in leaks.KINDS
+        is_leak = group[0].name in leaks.KINDS
         own = 0 if is_leak else sum(finding.flops for finding in group)
         rank, second, refused = SEVERITIES.index(group[0].severity), "", ""
         candidates = self._common_rules(group)
         for text, rule in candidates.items():
-            if not own and self._remedies.lowers_share(rule):
+            if not own and self._lowers_share(rule):
                 continue
             if rule not in self._after and len(self._after) == _MOST:
                 rest = "" if second else f"; rules for it were not tried, after {_MOST} others"
@@ -233,6 +223,13 @@ class _Trials:
         lost = refused or "no rule that keeps 16-bit matmuls fixes it: "
         return second, f"{lost * is_lost}{{}}"
 
+    def _lowers_share(self, rule: Rule) -> bool:
+        """Whether a rule certainly puts some of the 16-bit products into float32."""
+        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
+            return False
+        halves = {node.scope for node in self._graph.nodes if is_half_product(node)}
+        return any(rule.matches(*module) for scope in halves for module in modules_of(scope))
+
     def cost(self, text: str) -> str:
         """Returns a sentence about activations that a rule with `product=` widens, if it does."""
         rule = parse_rule(text) if text else None
@@ -243,13 +240,15 @@ class _Trials:
     def _common_rules(self, group: Sequence[Finding]) -> dict[str, Rule]:
         """Returns the rules that apply to a whole group of layers that are alike."""
         columns = zip(*map(self._rules, group), strict=False)
-        alike = [column for column in columns if len(set(map(numbers_to_stars, column))) == 1]
+        alike = [column for column in columns if len(set(map(starred, column))) == 1]
         return {text: parse_rule(text) for text in map(common, alike)}
 
     def _rules(self, finding: Finding) -> list[str]:
         """Returns the rules that may fix a finding, except those for an outermost module."""
         found = self._found[_key(finding)]
-        texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
+        rules = KINDS[finding.name]
+        tried = rules(self._remedies, found.nodes) if rules else ()
+        texts = dict.fromkeys((*found.rules, *tried))
         return [text for text in texts if not self._graph.selects_all(parse_rule(text))]
 
     def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:

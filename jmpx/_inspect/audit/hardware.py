@@ -4,15 +4,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, UntriedFinding
-from jmpx._inspect.audit.values import CAST, compute_dtype
+from jmpx._inspect.audit.step import AuditedStep, UntriedFinding
+from jmpx._inspect.audit.values import CAST
 from jmpx._inspect.graph import Graph, Node, Value, where
 from jmpx._inspect.text import bytes_text, count_text
 from jmpx._remat.saving import is_batched_product
 
-_PLATFORM = FindingKind("platform-product")
-_ATTENTION = FindingKind("unfused-attention")
-KINDS = (_PLATFORM, _ATTENTION)
+_PLATFORM = "platform-product"
+KINDS = dict.fromkeys((_PLATFORM, "unfused-attention"))
 # The dtype in which TPUs, and GPUs of NVIDIA since Ampere, multiply float32 by default.
 MULTIPLIES_IN = {"tpu": "bfloat16", "gpu": "TF32"}
 DIGITS = {"bfloat16": 8, "TF32": 11}  # of a factor, in bits; float32 has 24
@@ -30,7 +29,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
             size = node.times * node.results[0].nbytes
             text = f"An attention writes its scores, {bytes_text(size)}: cuDNN's kernel does not."
             advice = "jax.nn.dot_product_attention(q, k, v, implementation='cudnn')"
-            yield step.found(_ATTENTION, "low", node, text, advice, nbytes=size)
+            yield step.found("unfused-attention", "low", node, text, advice, nbytes=size)
 
 
 def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
@@ -53,8 +52,7 @@ def _products(step: AuditedStep, inside: str) -> Iterator[UntriedFinding]:
         yield one._replace(finding=one.finding._replace(scope=""))
         return
     for node in found:
-        policy, selector = step.graph.policy(node), node.selector
-        is_full = bool(policy) and compute_dtype(policy) == np.float32
+        selector, is_full = node.selector, step.graph.compute_dtype(node) == np.float32
         is_asked = is_full or where(node.scope).is_full
         why = ", though a rule asks for float32" if is_asked else ""
         text = f"The hardware multiplies this float32 product {bits}{why}."

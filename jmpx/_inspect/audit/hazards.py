@@ -11,30 +11,23 @@ from typing import TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Remedies, UntriedFinding
+from jmpx._inspect.audit.step import AuditedStep, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
     MOVES_AND_CASTS,
     is_at_most_zero,
     is_sum_of_exponentials,
-    is_view,
-    number_of,
-    to_products,
-    unmoved,
 )
-from jmpx._inspect.graph import Graph, Node, Value, before
+from jmpx._inspect.graph import Graph, Node, Value, before, to_products
 from jmpx._jaxprs.equations import DECOMPOSITIONS
 from jmpx._jaxprs.marks import ROUNDED
 
-_EXP = FindingKind("low-exp", Remedies.wider_operations)
-_SUM = FindingKind("low-sum", Remedies.wider_operations)
-_COLLECTIVE = FindingKind("low-collective")
-_GRADIENT = FindingKind("rounded-gradient")
-_CARRY = FindingKind("low-carry", Remedies.wider)
-_LINALG = FindingKind("low-linalg", Remedies.wider)
-_INTEGER = FindingKind("rounded-integer", Remedies.wider)
-KINDS = (_EXP, _SUM, _COLLECTIVE, _GRADIENT, _CARRY, _LINALG, _INTEGER)
+KINDS = {
+    **dict.fromkeys(("low-exp", "low-sum"), Remedies.wider_operations),
+    **dict.fromkeys(("low-collective", "rounded-gradient")),
+    **dict.fromkeys(("low-carry", "low-linalg", "rounded-integer"), Remedies.wider),
+}
 
 # Functions of JAX that lose no number if their argument is at most 0.
 _STABLE = frozenset({"softplus", "logaddexp", "log_sigmoid"})
@@ -103,7 +96,7 @@ def _low_nbytes(node: Node) -> int:
 
 def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFinding]:
     hazard = _HAZARDS[node.name](node, dtype)
-    if hazard is not None and any(unmoved(value).constant is None for value in node.operands):
+    if hazard is not None and any(value.unmoved.constant is None for value in node.operands):
         (severity, message), what, flops = hazard, node.name, 0
         if _HAZARDS[node.name] is _periodic:  # a cast right before it would widen rounded angles
             what = f"the code that makes the angles of {what}"
@@ -111,12 +104,10 @@ def _numeric(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[Untried
             flops = step.flops_of(itertools.islice((n for n in nodes if n.is_product), 1))
         is_few = node.results[0].size <= _FEW and step.rounded_argument(node.operands[0])
         severity = "low" if is_few and severity == "medium" else severity
-        text, advice = (
-            f"{node.name} in {dtype.name} {message}.",
-            step.in_float32(node.operands[0], what),
-        )
+        text = f"{node.name} in {dtype.name} {message}."
+        advice = step.in_float32(node.operands[0], what)
         sizes = {"nbytes": _low_nbytes(node), "flops": flops}
-        yield step.found(_EXP, severity, node, text, advice, **sizes)
+        yield step.found("low-exp", severity, node, text, advice, **sizes)
 
 
 def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
@@ -202,7 +193,7 @@ def _linalg(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     )
     severity = "high" if is_cholesky else "medium" if is_made else "low"
     makers = [value.node for value in low if value.node is not None]
-    found = step.found(_LINALG, severity, node, text, advice, flops=step.flops_of(makers))
+    found = step.found("low-linalg", severity, node, text, advice, flops=step.flops_of(makers))
     yield found._replace(nodes=[*makers, node])
 
 
@@ -238,7 +229,7 @@ def _integer(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     advice = step.in_float32(source, "the arithmetic on it", by_cast)
     severity = "medium" if is_known else "low"
     nbytes = node.times * result.nbytes
-    yield step.found(_INTEGER, severity, node, text, advice, nbytes=nbytes)
+    yield step.found("rounded-integer", severity, node, text, advice, nbytes=nbytes)
 
 
 # --- Sums of many terms, over devices, and of gradients ---
@@ -259,7 +250,7 @@ def _sum(step: AuditedStep, node: Node, dtype: np.dtype) -> Iterator[UntriedFind
     )
     by_cast = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
     advice = step.in_float32(node.operands[0], "it", by_cast)
-    yield step.found(_SUM, severity, node, message, advice, nbytes=_low_nbytes(node))
+    yield step.found("low-sum", severity, node, message, advice, nbytes=_low_nbytes(node))
 
 
 def _gradient(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
@@ -272,7 +263,7 @@ def _gradient(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
         f"policy says r=f32: {'it reads too much memory' if is_sum else 'no rule widens it'}."
     )
     advice = "the cast of the parameter inside of the function whose derivative this is"
-    yield step.found(_GRADIENT, "medium", maker, message, advice, nbytes=rounded.nbytes)
+    yield step.found("rounded-gradient", "medium", maker, message, advice, nbytes=rounded.nbytes)
 
 
 def _reduced(node: Node) -> int:
@@ -295,7 +286,7 @@ def _are_distinct(indices: Value) -> bool:
 
     def through(node: Node) -> list[Value]:
         is_joined = node.name in ("concatenate", "select_n", "add", "clamp")
-        return node.operands if is_joined else node.operands[: is_view(node)]
+        return node.operands if is_joined else node.operands[: node.is_view]
 
     nodes = Graph.back([indices], through, _FARTHEST)
     return any(node.name in ("iota", "sort", "top_k") for node in nodes)
@@ -333,7 +324,7 @@ def _collective(step: AuditedStep, node: Node, dtype: np.dtype, axes: list[str])
     select = None if node.is_backward else node.selector
     rules = () if select is None else (f"{select}: full",)
     nbytes = _low_nbytes(node)
-    return step.found(_COLLECTIVE, _worst(dtype), node, message, advice, *rules, nbytes=nbytes)
+    return step.found("low-collective", _worst(dtype), node, message, advice, *rules, nbytes=nbytes)
 
 
 # --- Sums that a loop carries ---
@@ -360,7 +351,7 @@ def _carry(step: AuditedStep, carry: Node) -> Iterator[UntriedFinding]:
     trips = "an unknown number of" if count is None else f"{count:,}"
     text = f"{what} over {trips} trips: a term below 1/{limit} of the sum so far may be lost."
     nbytes = total.nbytes * (count or 1)
-    yield step.found(_CARRY, severity, node, text, advice, count=1, nbytes=nbytes)
+    yield step.found("low-carry", severity, node, text, advice, count=1, nbytes=nbytes)
 
 
 def _addition(carry: Node) -> tuple[Node | None, float]:
@@ -391,7 +382,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
     """Returns the operands that may be the sum so far, each with its factor and its addend."""
     if node is None:
         return []
-    if is_view(node):
+    if node.is_view:
         return [(node.operands[0], 1.0)]
     if node.name in ("select_n", "join"):
         return [(value, 1.0) for value in node.operands]
@@ -400,7 +391,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
     left, right = node.operands
     both = [(left, right), (right, left)]
     if node.name == "mul":
-        factors = ((value, number_of(other)) for value, other in both)
+        factors = ((value, other.number) for value, other in both)
         return [(value, by) for value, by in factors if by is not None and 0 < by <= 1]
     both = both[: 1 + (node.name != "sub")]
     return [(value, 1.0, other) for value, other in both if not _is_of_own_part(other)]
@@ -408,7 +399,7 @@ def _held(node: Node | None) -> list[tuple[Value, float, *tuple[Value, ...]]]:
 
 def _is_of_own_part(addend: Value) -> bool:
     """Whether an addend is 0 except in one part, as the gradient of `x[i]` is."""
-    node = unmoved(addend).node
+    node = addend.unmoved.node
     if node is None or node.name != "dynamic_update_slice":
         return False
-    return number_of(node.operands[0]) == 0
+    return node.operands[0].number == 0

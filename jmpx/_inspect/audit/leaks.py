@@ -5,34 +5,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jmpx._inspect.audit.report import SEVERITIES
-from jmpx._inspect.audit.step import (
-    AuditedStep,
-    FindingKind,
-    Key,
-    Remedies,
-    Stream,
-    UntriedFinding,
-    is_half_product,
-)
-from jmpx._inspect.audit.values import (
-    MOVES_AND_CASTS,
-    compute_dtype,
-    half_dtype,
-    number_of,
-    reaches_end,
-    user_call,
-)
+from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, Stream, UntriedFinding
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, is_half_product, reaches_end
 from jmpx._inspect.graph import LOW, WIDE, Node, Value, before
 from jmpx._inspect.text import count_text, short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, Place, source_of, writer_of
 from jmpx._jaxprs.inner import is_outer
 from jmpx._jaxprs.marks import module_of
 
-_FLOAT32 = FindingKind("float32-product", Remedies.narrower)
-_MIXED = FindingKind("mixed-product", Remedies.narrower)
-_PROMOTION = FindingKind("promotion", Remedies.narrower)
-_SAVED = FindingKind("saved-float32", Remedies.narrower)
-KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
+_FLOAT32, _MIXED = "float32-product", "mixed-product"
+KINDS = dict.fromkeys((_FLOAT32, _MIXED, "promotion", "saved-float32"), Remedies.narrower)
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _HALF = 0.3  # of the FLOPs; with fewer in 16 bits, a step is meant to compute in float32
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
@@ -51,7 +33,7 @@ def search(step: AuditedStep) -> Iterator[UntriedFinding]:
     found = [*leaks.of_streams(), *leaks.of_backward()]
     products = max(sum(each.flops for each in step.graph.nodes), 1)
     shares = defaultdict[tuple[str, Place | None], float](float)
-    for _, each, *_ in found:
+    for each in (one.finding for one in found):
         share = max(each.flops / products, each.nbytes / max(step.streams.saved, 1))
         shares[each.name, each.place] += share
     for one in found:
@@ -67,7 +49,7 @@ def _wide_part(step: AuditedStep) -> Iterator[UntriedFinding]:
     wide = [n for n in products if n.operands[0].is_wide and not step.streams.is_asked(n)]
     flops, total = (sum(node.flops for node in nodes) for nodes in (wide, products))
     if wide and sum(map(is_half_product, products)) and flops < (1 - _HALF) * total:
-        node, half = max(wide, key=lambda each: each.flops), half_dtype(step.graph)
+        node, half = max(wide, key=lambda each: each.flops), step.graph.half_dtype
         text = (
             f"{flops / total:.0%} of the FLOPs run in float32, in a step with products in {half}: "
             "the largest one here."
@@ -81,7 +63,7 @@ class _Leaks:
 
     def __init__(self, step: AuditedStep) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
-        self._half = half_dtype(step.graph)
+        self._half = step.graph.half_dtype
         # The wide products of the backward pass, by the keys of their forward products.
         self._backward: dict[Key, list[Node]] = {}
         self._sums: dict[Key, Node] = {}  # forward products of 16 bits that return float32
@@ -130,9 +112,9 @@ class _Leaks:
 
     def _layer(self, stream: Stream) -> type | None:
         """Returns the class of the outermost layer whose `dtype` has Flax multiply in float32."""
-        node, policy = stream.node, self._graph.policy(stream.node)
+        node, dtype = stream.node, self._graph.compute_dtype(stream.node)
         are_cast = stream.cause is None and self._streams.casts.keys() >= {*node.operands[:2]}
-        is_half = compute_dtype(policy) in LOW if policy else are_cast
+        is_half = are_cast if dtype is None else dtype in LOW
         if stream.kind != "product" or writer_of(node.eqn) != "flax" or not is_half:
             return None
         around = filter(None, map(module_of, node.scope.split("/")))
@@ -156,7 +138,7 @@ class _Leaks:
             yield found._replace(edited=nodes)
 
     def _found(
-        self, kind: FindingKind, severity: str, node: Node, message: str, remedy: Sequence[str],
+        self, kind: str, severity: str, node: Node, message: str, remedy: Sequence[str],
         streams: Sequence[Stream],
     ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about streams, which counts the backward products of theirs, too."""
@@ -207,7 +189,7 @@ class _Leaks:
             message = f"A {self._half} array is cast to float32 and goes on so{behind}."
             remedy = (f"cast it back with .astype(jnp.{self._half}) before other modules read it",)
         severity = "high" if any(stream.products for stream in streams) else "medium"
-        return self._found(_PROMOTION, severity, node, message, remedy, streams)
+        return self._found("promotion", severity, node, message, remedy, streams)
 
     def _saved(self, stream: Stream, share: float) -> UntriedFinding:
         message = (
@@ -217,7 +199,7 @@ class _Leaks:
         advice = (
             "leave out the cast to float32, or compute it anew by save=products or jax.checkpoint"
         )
-        return self._found(_SAVED, "medium", stream.node, message, (advice,), [stream])
+        return self._found("saved-float32", "medium", stream.node, message, (advice,), [stream])
 
     def _behind(self, streams: list[Stream], own: int) -> str:
         """Returns a clause that counts the products and arrays that a leak puts into float32."""
@@ -234,9 +216,9 @@ class _Leaks:
         moved = before(value, MOVES_AND_CASTS)
         if source is moved and source.kind == "input":  # never rounded
             return self._graph.program.names[source.index], origin
-        calls = [user_call(each) for each in (*filter(None, [value.node]), *value.readers[:1])]
+        calls = [each.user_call for each in (*filter(None, [value.node]), *value.readers[:1])]
         is_own = calls[0] == calls[-1]  # no other call made an array of it
-        return number_of(moved) if is_own else None, origin
+        return moved.number if is_own else None, origin
 
     def _named(self, value: Value, node: Node) -> str:
         """Returns a name for a wide value that a node reads."""

@@ -11,7 +11,7 @@ from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.formats import E4M3, E5M2
 from jmpx._base.messages import describe, share_text
 from jmpx._inspect.reports import Report, Table, as_text
-from jmpx._inspect.text import bytes_text, columns, error_text, flop_text, short_names
+from jmpx._inspect.text import bytes_text, columns, error_text, flop_text, short_names, starred
 from jmpx._jaxprs.equations import Place
 
 _EIGHT_BITS = (E4M3.name, E5M2.name)
@@ -345,7 +345,7 @@ def _scope_table(scopes: Iterable[Scope], is_full: bool) -> Table:
     """Returns a table of scopes, or of layers that are alike, those with the most FLOPs first."""
     groups: dict[object, list[Scope]] = {}
     for scope in scopes:
-        like = scope._replace(path=scope.path if is_full else numbers_to_stars(scope.path))
+        like = scope._replace(path=scope.path if is_full else starred(scope.path))
         groups.setdefault(like, []).append(scope)
     rows = [("scope", "", "policy", "dtypes", "operations", "products")]
     size = lambda group: (-len(group) * group[0].flops, -len(group) * group[0].operations)  # noqa: E731
@@ -371,11 +371,6 @@ _NUMBER = re.compile(r"\d+")
 _DECIMAL = re.compile(r"\d+(?:\.\d+)?")  # of a sentence
 
 
-def numbers_to_stars(text: str) -> str:
-    """Returns a path with `*` for each number: equal for all layers that are alike."""
-    return _NUMBER.sub("*", text)
-
-
 def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: str = "*") -> str:
     """Joins texts that are equal but for numbers; `differing` replaces numbers that differ."""
     columns = zip(*(number.findall(text) for text in texts), strict=True)
@@ -388,9 +383,9 @@ def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Groups findings of one line in layers that are alike."""
     groups: dict[object, list[Finding]] = {}
     for each in findings:
-        remedy = numbers_to_stars(each.rule or each.advice)
+        remedy = starred(each.rule or each.advice)
         message = _DECIMAL.sub("*", each.message)
-        key = each.name, each.severity, each.place, numbers_to_stars(each.scope), remedy, message
+        key = each.name, each.severity, each.place, starred(each.scope), remedy, message
         groups.setdefault(key, []).append(each)
     return list(groups.values())
 

@@ -10,28 +10,23 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.audit.step import AuditedStep, FindingKind, Key, Remedies, UntriedFinding
+from jmpx._inspect.audit.step import AuditedStep, Key, Remedies, UntriedFinding
 from jmpx._inspect.audit.values import (
     CAST,
     MOVES,
     MOVES_AND_CASTS,
     is_at_most_zero,
-    is_view,
     multiplied,
-    number_of,
     reaches_end,
-    unmoved,
-    user_call,
 )
 from jmpx._inspect.graph import Graph, Node, Value, before, modules_of, where
 from jmpx._jaxprs.equations import writer_of
 
-_LOGITS = FindingKind("rounded-logits", Remedies.wider)
-_CONSTANT = FindingKind("constant-range", Remedies.wider)
-_TO_AND_FRO = FindingKind("cast-to-and-fro", Remedies.wider_makers)
-_TWICE = FindingKind("double-rounding", Remedies.wider_makers)
-_TARGET = FindingKind("rounded-target")
-KINDS = (_LOGITS, _CONSTANT, _TO_AND_FRO, _TWICE, _TARGET)
+KINDS = {
+    **dict.fromkeys(("rounded-logits", "constant-range"), Remedies.wider),
+    **dict.fromkeys(("cast-to-and-fro", "double-rounding"), Remedies.wider_makers),
+    "rounded-target": None,
+}
 
 # Primitives between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg abs tanh max min clamp select_n concatenate pad".split())
@@ -94,7 +89,7 @@ def _logits(step: AuditedStep) -> Iterator[UntriedFinding]:
             "a difference of probabilities, which may be smaller than what the rounding changes."
         )
         remedy, size = _remedy_for_logits(step, product, dtype), sizes.pop(step.key(product), 0)
-        yield step.found(_LOGITS, "high", product, text, *remedy, flops=size)
+        yield step.found("rounded-logits", "high", product, text, *remedy, flops=size)
 
 
 def _is_weighed(node: Node) -> bool:
@@ -111,7 +106,7 @@ def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
     """Returns the operands of a node to follow, if it is a move or has one of these names."""
     if node.is_structure:
         return node.operands if node.name in _TIES else ()
-    if node.name in MOVES or is_view(node):
+    if node.name in MOVES or node.is_view:
         return node.operands[:1]
     return node.operands[node.name == "select_n" :] if node.name in names else ()
 
@@ -175,7 +170,7 @@ def _constant(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
     text = f"{what} {'-' * (number < -1)}{became} in float16, whose {limit}."
     advice = "use a number that float16 holds: jnp.finfo(x.dtype).min in a mask, an epsilon of 1e-4"
     nbytes = node.times * node.results[0].nbytes
-    yield step.found(_CONSTANT, "high", node, text, advice, nbytes=nbytes)
+    yield step.found("constant-range", "high", node, text, advice, nbytes=nbytes)
 
 
 def _beyond(value: Value, depth: int = 8) -> float | None:
@@ -198,11 +193,11 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
 
 def _is_mask(value: Value) -> bool:
     """Whether an array is an argument, of booleans or integers, or 1 minus such a mask."""
-    value = unmoved(value)
+    value = value.unmoved
     node = value.node
     if node is None or not (value.is_low or value.is_wide):
         return value.kind != "literal"
-    return node.name == "sub" and number_of(node.operands[0]) == 1
+    return node.name == "sub" and node.operands[0].number == 1
 
 
 def _beyond_numbers(numbers: np.ndarray) -> float | None:
@@ -219,7 +214,7 @@ def _lost_literal(node: Node) -> float | None:
     start of a `sum`.
     """
     for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
-        number = number_of(value) if value.kind == "literal" else None
+        number = value.number if value.kind == "literal" else None
         is_added = number == 0 and index == 1 and node.name == "add"
         is_epsilon = is_added and _is_kept_from_zero(node.results[0])
         if number is not None and (np.isinf(number) or is_epsilon):
@@ -270,7 +265,7 @@ def _target(step: AuditedStep, cast: Node) -> Iterator[UntriedFinding]:
         "of its numbers are lost."
     )
     advice = f"no cast of `{name}` to 16 bits: by=operations in the policy makes none"
-    yield step.found(_TARGET, "medium", readers[0], text, advice, nbytes=result.nbytes)
+    yield step.found("rounded-target", "medium", readers[0], text, advice, nbytes=result.nbytes)
 
 
 # --- Casts ---
@@ -290,7 +285,7 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
         name = f"argument `{graph.program.names[origin.index]}`" if is_argument else "value"
         text = f"A {stored.dtype.name} {name} is cast to {result.dtype.name}: it is rounded twice."
         advice = "cast once, from float32, or use one 16-bit dtype"
-        yield step.found(_TWICE, "medium", node, text, advice, nbytes=nbytes)
+        yield step.found("double-rounding", "medium", node, text, advice, nbytes=nbytes)
         return
     is_back = first.is_wide and source.is_low and result.is_wide
     if earlier is None or not is_back or step.streams.is_of_leak(result):
@@ -301,7 +296,7 @@ def _casts(step: AuditedStep, node: Node) -> Iterator[UntriedFinding]:
         names = " to ".join(value.dtype.name for value in (first, source, result))
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
         advice = f"read the {first.dtype.name} value, or leave out the cast back"
-        yield step.found(_TO_AND_FRO, severity, node, text, advice, nbytes=nbytes)
+        yield step.found("cast-to-and-fro", severity, node, text, advice, nbytes=nbytes)
 
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
@@ -324,7 +319,7 @@ def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
     # A value that is not only widened is rounded for operations of 16 bits, too.
     if graph.program.uses_autocast or not _is_only_widened(earlier.results[0]):
         return True
-    return not graph.policy(node) and user_call(earlier) == user_call(node)
+    return not graph.policy(node) and earlier.user_call == node.user_call
 
 
 def _is_rounded_lookup(node: Node) -> bool:

@@ -3,30 +3,18 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from jmpx._autocast.rules import is_precise
 from jmpx._inspect.audit.report import Finding
-from jmpx._inspect.audit.values import (
-    CAST,
-    MOVES,
-    MOVES_AND_CASTS,
-    compute_dtype,
-    half_dtype,
-    multiplied,
-    number_of,
-    outermost_dtype,
-    to_products,
-    user_call,
-)
-from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, modules_of, selector, where
+from jmpx._inspect.audit.values import CAST, MOVES, MOVES_AND_CASTS
+from jmpx._inspect.graph import LOW, WIDE, Graph, Node, Value, before, selector, to_products, where
 from jmpx._inspect.text import short_names
 from jmpx._jaxprs.equations import DECOMPOSITIONS, FRAMEWORKS, Place, writer_of
 from jmpx._jaxprs.inner import is_outer
-from jmpx._policies.maps import Rule
 from jmpx._policies.strings import get_policy
 
 Key: TypeAlias = tuple[str, Place | None]  # where a product is: its path and its line
@@ -100,7 +88,7 @@ class Streams:
         meant = {*Graph.back(decomposed, to_products)}
         # Products that read the float32 state of a recurrence, and do not change it.
         for carry in (node for node in graph.nodes if node.is_carry and node.results[0].is_wide):
-            if number_of(carry.operands[0]) is None:  # the code itself begins no state
+            if carry.operands[0].number is None:  # the code itself begins no state
                 continue
             changing = {*Graph.back(carry.operands[1:], lambda node: node.operands)}
             is_fed = any(value.kind == "input" for node in changing for value in node.operands)
@@ -124,7 +112,7 @@ class Streams:
                 self._of.update((v, stream) for v in node.results if v.is_wide)
         # A step computes in 16 bits if most of its products do, or its outermost policy.
         wide, half = self._flops
-        self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
+        self.is_half = 0 < half >= wide or graph.outermost_dtype in LOW
         self.saved = sum(map(self._saved, self.forward))  # bytes of floats in all dtypes
         self.found = [stream for stream in self._streams if stream.into is None]
 
@@ -254,15 +242,14 @@ class Streams:
             return True
         if node.is_product and (is_precise(node.eqn) or _is_inner(node)):
             return True
-        policy = self._graph.policy(node)
-        if place.module is None or not policy or compute_dtype(policy) not in WIDE:
+        if place.module is None or self._graph.compute_dtype(node) not in WIDE:
             return False
         parts = place.module.path.split("/")  # the rule may select a module around it
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether JAX, not the user, cast a value as a part of an operation."""
-        return user_call(self.casts[value]) == user_call(node)
+        return self.casts[value].user_call == node.user_call
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -303,31 +290,18 @@ def _is_inner(node: Node) -> bool:
 # --- Rules that may fix findings ---
 
 
-def is_half_product(node: Node) -> bool:
-    """Whether a node is a product that multiplies in 16 bits."""
-    return node.is_product and all(np.dtype(name) in LOW for name in multiplied(node))
-
-
 class Remedies:
     """The rules of policy maps that may fix findings in a graph, the most precise first."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._is_autocast = graph.program.uses_autocast
-        halves = {node.scope for node in graph.nodes if is_half_product(node)}
-        self._multiplying = {module for scope in halves for module in modules_of(scope)}
-
-    def lowers_share(self, rule: Rule) -> bool:
-        """Whether a rule certainly puts some of the 16-bit products into float32."""
-        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
-            return False
-        return any(rule.matches(*module) for module in self._multiplying)
 
     def narrower(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules that narrow: of the modules that made the operands, and of loops."""
-        short = short_names(half_dtype(self._graph))
-        for scope in _makers(nodes):
-            for select, compute, output in self._selectors(scope):
+        short = short_names(self._graph.half_dtype)
+        for maker in _makers(nodes):
+            for select, compute, output in self._selectors(maker.scope):
                 if compute in WIDE and output in WIDE:
                     yield f"{select}: c=f32,o={short}"
         if self._is_autocast:
@@ -348,13 +322,13 @@ class Remedies:
 
     def wider_makers(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules by which modules return the operands in float32, then those of `wider`."""
-        for scope in (makers := list(_makers(nodes))):
-            for select, compute, output in self._selectors(scope):
+        makers = _makers(nodes)
+        for maker in makers:
+            for select, compute, output in self._selectors(maker.scope):
                 if compute is not None and compute != output:
                     short = short_names(compute.name)
                     yield f"{select}: c={short},o={short}"
-        for scope in makers:
-            yield from self._widened(scope)
+        yield from self.wider(makers)
         yield from self.wider(nodes)
 
     def _widened(self, scope: str) -> Iterator[str]:
@@ -383,30 +357,18 @@ class Remedies:
             yield module.cls.__name__, compute, output
 
 
-def _makers(nodes: list[Node]) -> Iterator[str]:
-    """Yields the scopes of the nodes that computed the operands, before moves and casts."""
-    for node in nodes:
-        for value in node.operands:
-            maker = before(value, MOVES_AND_CASTS).node
-            if maker is not None and not maker.is_structure:
-                yield maker.scope
+def _makers(nodes: list[Node]) -> list[Node]:
+    """Returns the nodes that computed the operands, before moves and casts."""
+    makers = (before(value, MOVES_AND_CASTS).node for node in nodes for value in node.operands)
+    return [maker for maker in makers if maker is not None and not maker.is_structure]
 
 
 # --- How a finding is made ---
 
 
-class FindingKind(NamedTuple):
-    """A kind of finding; the table of `docs/findings.md` explains each."""
-
-    name: str  # public: `report.check(allow=...)` and the JSON have it
-    # Returns rules of policy maps that may fix a finding about these nodes, besides its own.
-    rules: Callable[[Remedies, list[Node]], Iterable[str]] = lambda *_: ()
-
-
 class UntriedFinding(NamedTuple):
     """A finding with advice, before rules for it are tried."""
 
-    kind: FindingKind
     finding: Finding
     nodes: list[Node]  # the operations that it is about
     rules: tuple[str, ...]  # to be tried before those of the kind
@@ -465,13 +427,13 @@ class AuditedStep:
         return self.graph.program.names[max(rounded, key=lambda each: each.size).index]
 
     def found(
-        self, kind: FindingKind, severity: str, node: Node, message: str, advice: str, *rules: str,
+        self, kind: str, severity: str, node: Node, message: str, advice: str, *rules: str,
         **sizes: int,
     ) -> UntriedFinding:  # fmt: skip
         """Returns a finding about an operation.
 
         Args:
-            kind: its kind.
+            kind: the name of its kind.
             severity: one of `SEVERITIES`.
             node: the operation.
             message: one sentence: what happens, and why it matters.
@@ -482,8 +444,8 @@ class AuditedStep:
         path, place = self.key(node)
         if node.module and not node.is_product and writer_of(node.eqn) in FRAMEWORKS:
             # Equal findings in the code of one class, as in its norms, are one: at the first.
-            key = kind.name, node.module.cls, message
+            key = kind, node.module.cls, message
             path, place = self._first.setdefault(key, (path, place))
         sizes = {"count": node.times, **sizes}
-        finding = Finding(kind.name, severity, message, place, path, "", advice, **sizes)
-        return UntriedFinding(kind, finding, [node], rules)
+        finding = Finding(kind, severity, message, place, path, "", advice, **sizes)
+        return UntriedFinding(finding, [node], rules)

@@ -16,11 +16,11 @@ import numpy as np
 from jmpx._base.trees import is_floating_dtype, is_traceable
 from jmpx._inspect.audit.report import Finding
 from jmpx._inspect.audit.step import Streams, UntriedFinding
-from jmpx._inspect.audit.values import MOVES_AND_CASTS, half_dtype, number_of, reaches_end
+from jmpx._inspect.audit.values import MOVES_AND_CASTS, reaches_end
 from jmpx._inspect.blame.runs import Edit, Point, Points, Runs
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
-from jmpx._inspect.running import CompileCache, key_of, relative_error, with_arrays
+from jmpx._inspect.running import CompileCache, relative_error, with_arrays
 from jmpx._inspect.text import bytes_text, error_text
 from jmpx._inspect.watched import SiteKey
 from jmpx._jaxprs.core import Array
@@ -39,7 +39,7 @@ class Trial:
     """
 
     def __init__(self, graph: Graph, groups: Sequence[Sequence[UntriedFinding]]) -> None:
-        program, self._half, self.reason = graph.program, half_dtype(graph), ""
+        program, self._half, self.reason = graph.program, graph.half_dtype, ""
         self._program, self._arrays = program, _filled(program)
         edits = [[node for found in group for node in found.edited] for group in groups]
         self._under, streams = dict[Rule, float](), Streams(graph)  # the errors under rules
@@ -151,7 +151,7 @@ def _is_wide(value: Value) -> bool:
     """Whether JAX's promotion returns float32 because of an operand."""
     while value.is_wide and value.node is not None and value.node.name in MOVES_AND_CASTS:
         value = value.node.operands[0]
-    return value.is_wide and number_of(value) is None
+    return value.is_wide and value.number is None
 
 
 def before_products(graph: Graph) -> set[Node]:
@@ -179,7 +179,7 @@ def _points(
             narrow.update(value for value in node.results if value.is_wide)
     keys = {(each.path, each.place) for each in edited}
     keys |= {(value.node.path, value.node.place) for value in narrow if value.node is not None}
-    half = np.dtype(half_dtype(graph))
+    half = np.dtype(graph.half_dtype)
     for node in graph.nodes if edited else ():
         is_backward = node.is_backward and (node.path, node.place) in keys
         is_read = node in edited or (is_backward and node.is_product)
@@ -187,4 +187,4 @@ def _points(
         results = enumerate(node.results)
         found += [(False, i) for i, v in results if v in narrow or (is_backward and v.is_wide)]
         if found and not node.is_structure:
-            yield key_of(node), [Point(*each, half, (), (), False) for each in found]
+            yield node.key, [Point(*each, half, (), (), False) for each in found]

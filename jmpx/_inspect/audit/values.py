@@ -1,23 +1,12 @@
-"""Facts about nodes and values: products, 16-bit dtypes, origins of numbers, and their signs."""
+"""Facts about nodes and values: products, origins of numbers, and their signs."""
 
-import functools
 import itertools
-from collections import Counter
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.equations import (
-    IDENTITIES,
-    PICKS,
-    PLACEMENTS,
-    RESHAPES,
-    ROUNDINGS,
-    call_of,
-)
-from jmpx._policies.strings import get_policy
+from jmpx._inspect.graph import LOW, Graph, Node, Value
+from jmpx._jaxprs.equations import IDENTITIES, PICKS, PLACEMENTS, RESHAPES
 
 CAST = "convert_element_type"
 
@@ -25,8 +14,6 @@ CAST = "convert_element_type"
 # parts of several devices, are not among them.
 MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | {"stack", "result", "shard", "unshard"}
 MOVES_AND_CASTS = MOVES | {CAST}
-# Primitives that return all numbers of their one operand; a barrier may have several operands.
-_VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
 
 
 # --- Products ---
@@ -51,6 +38,11 @@ def multiplied(node: Node) -> list[str]:
     return [dtype.name for dtype in (dtypes if is_eight_bits else [v.dtype for v in operands])]
 
 
+def is_half_product(node: Node) -> bool:
+    """Whether a node is a product that multiplies in 16 bits."""
+    return node.is_product and all(np.dtype(name) in LOW for name in multiplied(node))
+
+
 def _stored(value: Value) -> np.dtype:
     """Returns the dtype that a value had before moves, casts and scales; or one of 8 bits."""
     while value.dtype.itemsize > 1 and value.node is not None:
@@ -60,48 +52,7 @@ def _stored(value: Value) -> np.dtype:
     return value.dtype
 
 
-# --- Dtypes ---
-
-
-@functools.lru_cache(maxsize=1024)
-def compute_dtype(policy: str) -> np.dtype:
-    """Returns the dtype in which a policy computes."""
-    return np.dtype(get_policy(policy.partition(",matmul=")[0]).compute_dtype)
-
-
-def outermost_dtype(graph: Graph) -> np.dtype | None:
-    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
-    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
-
-
-def half_dtype(graph: Graph) -> str:
-    """Returns the name of the 16-bit dtype of a step: of most values, else of its policy."""
-    values = (v.dtype.name for node in graph.nodes for v in node.results if v.is_low)
-    names = Counter(values).most_common(1) or [(str(outermost_dtype(graph) or "bfloat16"), 0)]
-    return names[0][0]
-
-
 # --- Origins ---
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node returns the numbers of its first operand, in another shape or dtype."""
-    return node.name in ("shard", "unshard") if node.is_structure else node.name in _VIEWS
-
-
-def unmoved(value: Value) -> Value:
-    """Returns the value from which casts, copies and reshapes made a value."""
-    while value.node is not None and is_view(value.node):
-        value = value.node.operands[0]
-    return value
-
-
-def number_of(value: Value) -> float | None:
-    """Returns the number that a value is known to be when the program is traced; else None."""
-    value = unmoved(value)
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    is_known = is_real and value.size == 1 and value.constant is not None
-    return float(np.asarray(value.constant).reshape(())) if is_known else None
 
 
 def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
@@ -116,17 +67,6 @@ def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
     readers = Graph.forward(kept(node), through)
     values = itertools.chain(kept(node), *map(through, readers))
     return any(v.is_output or (not v.readers and v.shape == ()) for v in values)
-
-
-def to_products(node: Node) -> list[Value]:
-    """Returns the operands of a node, to walk back as far as products."""
-    return [] if node.is_product else node.operands
-
-
-def user_call(node: Node) -> object:
-    """Returns the user's call of which an operation is a part; None if it is unknown."""
-    calls = (call_of(each.eqn) for each in node.outwards)
-    return next((found for found in calls if found is not None), None)
 
 
 # --- Signs ---
@@ -145,16 +85,16 @@ def is_at_most_zero(value: Value) -> bool:
 
 def is_sum_of_exponentials(value: Value) -> bool:
     """Whether a value is an exponential of numbers that are at most 0, or a sum of such."""
-    node = unmoved(value).node
+    node = value.unmoved.node
     while node is not None and node.name in ("abs", "reduce_sum"):
-        node = unmoved(node.operands[0]).node
+        node = node.operands[0].unmoved.node
     return node is not None and node.name == "exp" and is_at_most_zero(node.operands[0])
 
 
 def _sign(value: Value, depth: int) -> int:
     """Returns 1 if no number of a value is negative, -1 if none is positive, and 0 if unknown."""
-    value = unmoved(value)
-    constant = number_of(value)
+    value = value.unmoved
+    constant = value.number
     if constant is not None:
         return (constant > 0) - (constant < 0)
     node = value.node
@@ -172,7 +112,7 @@ def _sign(value: Value, depth: int) -> int:
 
 
 def _sign_of_two(node: Node, depth: int) -> int:
-    left, right = map(unmoved, node.operands)
+    left, right = (value.unmoved for value in node.operands)
     if node.name != "sub":
         return 1 if left is right else _sign(left, depth) * _sign(right, depth)
     is_less = _sign(left, depth) < 0 and _sign(right, depth) > 0
@@ -183,15 +123,15 @@ def _is_no_smaller(value: Value, other: Value) -> bool:
     """Whether a value is at least another one, because a maximum with it went into the value."""
     others = [other]
     if other.node is not None and other.node.name == "select_n":  # x where it is finite, say
-        others += map(unmoved, other.node.operands[1:])
-    constants = {number_of(each) for each in others} - {None}
+        others += [each.unmoved for each in other.node.operands[1:]]
+    constants = {each.number for each in others} - {None}
 
     def through(node: Node) -> list[Value]:
-        return node.operands if node.name in _WITHIN else node.operands[: is_view(node)]
+        return node.operands if node.name in _WITHIN else node.operands[: node.is_view]
 
     def behind(values: list[Value]) -> list[Node]:
         return list(Graph.back(values, through, _MOST))
 
     joined = [v for node in behind([value]) if node.name in _MAXIMA for v in node.operands]
-    found = map(unmoved, [*joined, *(v for node in behind(joined) for v in through(node))])
-    return any(each in others or number_of(each) in constants for each in found)
+    found = [*joined, *(v for node in behind(joined) for v in through(node))]
+    return any(each.unmoved in others or each.number in constants for each in found)

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -13,23 +16,19 @@ from jmpx._autocast.value import matches_scope
 from jmpx._base.contexts import RUN
 from jmpx._base.messages import describe, share_text
 from jmpx._base.trees import PyTree, is_floating_dtype
-from jmpx._inspect.blame.lines import calling, name_of_line
 from jmpx._inspect.blame.runs import MOST, Batch, Costs, Measure, Points, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, where
 from jmpx._inspect.programs import Program, name_of, traced_program
 from jmpx._inspect.reports import BLUE, ORANGE, Report, Table, new_figure
-from jmpx._inspect.running import (
-    Advance,
-    CompileCache,
-    nodes_by_key,
-    progress,
-    relative_error,
-    with_arrays,
-)
+from jmpx._inspect.running import Advance, CompileCache, progress, relative_error, with_arrays
 from jmpx._inspect.text import columns, error_text, paths_around, short_names
-from jmpx._jaxprs.equations import Place
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation, Jaxpr
+from jmpx._jaxprs.equations import Place, library_of, place_of
+from jmpx._jaxprs.inner import all_equations, once_per_jaxpr
 from jmpx._jaxprs.marks import module_of
+from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.maps import Rule
 from jmpx._scales.strings import MixedPrecisionLike
@@ -393,8 +392,7 @@ def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
 
 def nodes_of(graph: Graph, points: Points) -> list[Node]:
     """Returns the node of each site, in the order of the points."""
-    by_key = nodes_by_key(graph)
-    return [by_key[key] for key in points.order]
+    return [graph.by_key[key] for key in points.order]
 
 
 def selects(rule: Rule, scope: str, by_operations: bool) -> bool:
@@ -442,3 +440,50 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
         return "", ""
     name = name_of_line(place)
     return f"*/{name}: full", f'with jax.named_scope("{name}"):'
+
+
+# --- Lines as scopes, for programs that have none: as if each line stood in a named scope ---
+
+
+def name_of_line(place: Place) -> str:
+    """Returns the name of the scope that a line gets, such as `residual_12`."""
+    return re.sub(r"\W", "", f"{place.function}_{place.line}")
+
+
+@once_per_jaxpr
+def calling(jaxpr: Jaxpr) -> set[tuple[str, int]]:
+    """Returns the files and numbers of lines that call others: a scope would hold these, too."""
+    found = set[tuple[str, int]]()
+    for eqn in all_equations(jaxpr):
+        frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+        lines = [(f.file_name, f.line_num) for f in frames if not library_of(f.file_name)]
+        found.update(line for line in lines if line != lines[0])
+    return found
+
+
+class Lines:
+    """A function whose equations are in scopes of their lines; `places` holds these by name."""
+
+    def __init__(self, func: Callable[..., PyTree]) -> None:
+        functools.update_wrapper(self, func)
+        self.func, self.places = func, dict[str, Place]()
+        self.calling = set[tuple[str, int]]()
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Runs the function."""
+        traced = core.trace(self.func, args, kwargs)
+        self.calling = calling(traced.jaxpr)
+        return traced.rebuild(core.evaluate(self._named(traced.jaxpr, ""), traced.arrays))
+
+    def _named(self, jaxpr: Jaxpr, called: str) -> Jaxpr:
+        def change(eqn: Equation) -> Equation:
+            place, name = place_of(eqn, called), eqn.params.get("name", "")
+            held = itertools.chain(*map(all_equations, core.inner_jaxprs(eqn.params)))
+            if any(place_of(each, name) not in (None, place) for each in held):
+                return eqn.replace(params=with_jaxprs(eqn.params, lambda x: self._named(x, name)))
+            if place is None or place[:2] in self.calling:
+                return eqn
+            self.places[name_of_line(place)] = place
+            return core.with_scope(eqn, name_of_line(place))
+
+        return with_equations(jaxpr, change)

@@ -15,7 +15,7 @@ from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.emulate import LOW_DTYPES, OPERAND_DTYPES, algorithm_of, is_exact
 from jmpx._inspect.running import Advance, CompileCache, norm, relative_error, run_widened, widened
-from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Trips
+from jmpx._inspect.watched import Constant, Results, Site, SiteKey, Step, Trips
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 
@@ -90,7 +90,7 @@ class Points:
             keep: whether to keep the errors of all points.
         """
 
-        def step(state: Errors, site: Site, operands: list[Array], trips: Trips) -> Results:
+        def step(state: Errors, site: Site, operands: list[Array]) -> Results:
             new = list[Array]()
 
             def at(point: Point, array: Array) -> Array:
@@ -105,7 +105,7 @@ class Points:
                 return low
 
             results = self._run(site, operands, at)
-            return results, watched.stored(state, site, new, trips) if new else state
+            return results, watched.stored(state, site, new) if new else state
 
         empty: Errors = {}
         for key, points in self.at.items() if keep else ():
@@ -122,13 +122,13 @@ class Points:
     ) -> list[Array]:
         """Runs the program in float32; the cotangents of the slots are the costs of the errors."""
 
-        def step(state: PyTree, site: Site, operands: list[Array], trips: Trips) -> Results:
+        def step(state: PyTree, site: Site, operands: list[Array]) -> Results:
             kept = iter(errors.get(site.key, ()))
 
             def at(point: Point, array: Array) -> Array:
                 if not point.is_kept or site.key not in slots:
                     return array
-                return _charged(array, slots[site.key], next(kept), trips)
+                return _charged(array, slots[site.key], next(kept), site.trips)
 
             return self._run(site, operands, at), state
 
@@ -154,17 +154,11 @@ class Points:
         return run_widened(eqn, operands, self.wide)
 
     def _evaluate(
-        self, constant: Constant, arrays: Sequence[Array], step: watched.Step, state: PyTree
+        self, constant: Constant, arrays: Sequence[Array], step: Step, state: PyTree
     ) -> Results:
-        return watched.evaluate(
-            self.jaxpr,
-            [widened(array, self.wide) for array in arrays],
-            watched.unwatched,
-            state,
-            run=self._run_wide,
-            constant=lambda array: widened(constant(array), self.wide),
-            step=step,
-        )
+        wide = lambda array: widened(constant(array), self.wide)  # noqa: E731
+        watcher = watched.Watcher(run=self._run_wide, constant=wide, instead=step)
+        return watcher.evaluate(self.jaxpr, [widened(x, self.wide) for x in arrays], state)
 
 
 def _points(site: Site, wide: np.dtype) -> list[Point]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,7 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.contexts import RUN, SHOWN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.audit.summary import in_eight_bits
-from jmpx._inspect.blame.api import nodes_of, runs_of, selects
-from jmpx._inspect.blame.lines import Lines
+from jmpx._inspect.blame.api import Lines, nodes_of, runs_of, selects
 from jmpx._inspect.blame.runs import Measure, Runs, costs, size_of
 from jmpx._inspect.first_nonfinite.api import found_in
 from jmpx._inspect.graph import Graph, Node, selector, where
@@ -142,24 +141,48 @@ class IslandSearch:
     """Sets of islands, tried on all batches.
 
     Args:
-        runs: the runs of the program.
-        sites: its sites.
-        shares: the islands to try, and the part of each in the squared error.
+        program: the program.
+        runs: its runs.
+        base: the policy map under which it was traced.
+        seed: seeds the measurement of costs.
         done: called after each set that is tried.
     """
 
     def __init__(
-        self, runs: Runs, sites: Sites, shares: Mapping[Island, float], done: Advance
+        self, program: Program, runs: Runs, base: PolicyMap, seed: int, done: Advance
     ) -> None:
-        islands = sorted(shares, key=lambda island: (island.is_operation, -shares[island]))
-        self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
-        self.order = list(range(len(islands)))
+        graph = Graph(program)
+        self.runs, self.done = runs, done
+        self.sites = Sites(graph, nodes_of(graph, runs.points), base)
+        shares = self._shares(seed)
+        self.islands = sorted(shares, key=lambda island: (island.is_operation, -shares[island]))
+        self.order = list(range(len(self.islands)))
         # How many operands of products, and numbers in all, each island puts into float32.
-        sites_points = runs.points.at.values()
-        operands = np.array([size_of([p for p in each if p.is_operand]) for each in sites_points])
-        numbers = np.array([size_of(each) for each in sites_points])
-        self.sizes = [(int(operands[i.sites].sum()), int(numbers[i.sites].sum())) for i in islands]
+        points = runs.points.at.values()
+        operands = np.array([size_of([p for p in each if p.is_operand]) for each in points])
+        numbers = np.array([size_of(each) for each in points])
+        self.sizes = [(operands[i.sites].sum(), numbers[i.sites].sum()) for i in self.islands]
         self._known: dict[frozenset[int], np.ndarray] = {}
+
+    def _shares(self, seed: int) -> dict[Island, float]:
+        """Returns the islands to try, and the part of each in the squared error.
+
+        Their own sites make half of their error or more.
+        """
+        islands = self.sites.islands()
+        others = [*{*range(len(self.sites.nodes))}.difference(*(island.own for island in islands))]
+        # With the sites that no rule selects as a group, shares add up, and need no measurements.
+        relative = dataclasses.replace(self.runs, measure=relative_error)
+        found = costs(relative, [*(island.own for island in islands), others], seed, self.done)
+        if not math.isfinite(found.squared):  # There are no estimates of what islands cost.
+            return dict.fromkeys(islands, 0.0)
+
+        def is_worthwhile(island: Island) -> bool:
+            own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
+            return island.is_operation or own >= _OWN * whole
+
+        parts = zip(islands, map(float, found.parts), strict=False)
+        return {island: part for island, part in parts if is_worthwhile(island)}
 
     def squares(self, chosen: Iterable[int]) -> np.ndarray:
         """Returns the squared error of each batch where all but the chosen islands round."""
@@ -230,29 +253,6 @@ class IslandSearch:
         gains = np.log(np.maximum(before, _TINY) / np.maximum(after, _TINY))
         noise = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         return bool(gains.mean() > max(_MARGIN, noise))
-
-
-def new_search(
-    program: Program, runs: Runs, base: PolicyMap, seed: int, done: Advance
-) -> IslandSearch:
-    """Returns the search among the islands whose own sites make half of their error or more."""
-    graph = Graph(program)
-    sites = Sites(graph, nodes_of(graph, runs.points), base)
-    islands = sites.islands()
-    others = [*{*range(len(sites.nodes))}.difference(*(island.own for island in islands))]
-    # With the sites that no rule selects as a group, shares add up, and need no measurements.
-    relative = dataclasses.replace(runs, measure=relative_error)
-    found = costs(relative, [*(island.own for island in islands), others], seed, done)
-    if not math.isfinite(found.squared):  # There are no estimates of what islands cost.
-        return IslandSearch(runs, sites, dict.fromkeys(islands, 0.0), done)
-
-    def is_worthwhile(island: Island) -> bool:
-        own, whole = (found.sites[each].sum() for each in ([*island.own], island.sites))
-        return island.is_operation or own >= _OWN * whole
-
-    parts = dict(zip(islands, map(float, found.parts), strict=False))
-    kept = {island: part for island, part in parts.items() if is_worthwhile(island)}
-    return IslandSearch(runs, sites, kept, done)
 
 
 # --- Policy strings ---
@@ -397,7 +397,7 @@ class Strings:
             )
         written = self.given
         if self.error(written) > bound:
-            search = new_search(self.program, self.runs, self.base, seed, done)
+            search = IslandSearch(self.program, self.runs, self.base, seed, done)
             written = self._searched(search, bound)
         if self.error(written) <= bound and self.base.save is None:
             # Without rules, too, to see what they cost.

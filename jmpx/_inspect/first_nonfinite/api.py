@@ -13,7 +13,7 @@ from jmpx._base.contexts import RUN
 from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
-from jmpx._inspect.graph import Graph, Node, Value, before, where
+from jmpx._inspect.graph import Graph, Node, Value, before
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.running import is_low, is_narrow, run_widened, scale_text, widened, with_arrays
 from jmpx._inspect.text import refuse_arguments
@@ -293,27 +293,27 @@ class Replay:
         self, flow: Flow, event: Event, scale: float | None, cause: Cause | None, rule: str
     ) -> FirstNonfinite:
         """Describes an operation that made an infinity or a NaN."""
-        site, eqn, node = event.site, event.site.equation, flow.node(event.site)
+        node = self.graph.by_key[event.site.key]
         operands, results = flow.search.operands_of(event, flow.arrays)
         rules: list[str] = []
         if cause is None:
             cause = cause_of_event(event, operands, results)
             if event.is_made and not cause.in_code:
                 cause = self.cause_in_16_bits(flow, cause)
-            if cause.in_code and node is not None:
+            if cause.in_code:
                 rules = rules_for(self.graph, node)
                 rule = self.first_that_fixes(rules, node, scale)
         text = cause.text(rule, bool(rules))
-        may_scale = self.scale is None and site.is_backward and cause.in_code
+        may_scale = self.scale is None and node.is_backward and cause.in_code
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
-            operation=operation_name(eqn.primitive.name),
-            place=place_of(eqn) if node is None else node.place,
-            scope=where(site.scope).path,
-            policy="" if node is None else self.graph.policy(node),
-            is_backward=site.is_backward,
-            trips=tuple(map(Trip, event.trips, map(place_of, site.loops))),
+            operation=node.name,
+            place=node.place,
+            scope=node.path,
+            policy=self.graph.policy(node),
+            is_backward=node.is_backward,
+            trips=tuple(map(Trip, event.trips, map(place_of, event.site.loops))),
             operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
             results=tuple(seen),
             cause=text + (_OR_SCALE if may_scale else ""),
@@ -343,9 +343,9 @@ class Replay:
 
     def is_elsewhere(self, node: Node, flow: Flow) -> bool:
         """Whether a replay finds another operation, which does not read results of the node."""
-        other = flow.node(flow.found.site) if isinstance(flow.found, Event) else None
-        if other is None:
+        if not isinstance(flow.found, Event):
             return False
+        other = flow.graph.by_key[flow.found.site.key]
         source = before((other.operands or other.results)[0], HAND_ON)
         found = [_identity(each) for each in (other, source.node) if each is not None]
         return _identity(node) not in found

@@ -122,21 +122,13 @@ class FirstNonfinite(Report):
         what = "an infinity" if self.kind == "inf" else "a NaN"
         passes = "backward" if self.is_backward else "forward"
         made = f"{self.operation} makes {what} in the {passes} pass"
-        lines = [f"{self.given} holds {what}" if self.given else made]
-        lines += [f"  {name:<{_INDENT}}{text}" for name, text in self._rows()]
-        cause = textwrap.wrap(
-            self.cause, _WIDTH - 2 - _INDENT, break_long_words=False, break_on_hyphens=False
-        )
-        names = ["cause", *[""] * len(cause)]
-        lines += [f"  {name:<{_INDENT}}{line}" for name, line in zip(names, cause, strict=False)]
-        yield "\n".join([*lines, *[f"  {'rule':<{_INDENT}}{self.rule}"] * bool(self.rule)])
+        rows = (f"  {name:<{_INDENT}}{text}" for name, text in self._rows())
+        yield "\n".join([f"{self.given} holds {what}" if self.given else made, *rows])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        if self.place:
-            yield "at", str(self.place)
-        for name in ("scope", "policy"):
-            if text := getattr(self, name):
-                yield name, text
+        for name in ("place", "scope", "policy"):
+            if value := getattr(self, name):
+                yield "at" if name == "place" else name, str(value)
         for trip, place in self.trips:
             yield "trip", f"{trip + 1} of the loop at {place}" if place else f"{trip + 1}"
         for each in self.operands:
@@ -145,3 +137,8 @@ class FirstNonfinite(Report):
             yield "result" if self.operation else "value", str(each)
         if self.loss_scale is not None:
             yield "loss scale", f"{self.loss_scale:g}{', its floor' * self.is_at_floor}"
+        width = _WIDTH - 2 - _INDENT
+        lines = textwrap.wrap(self.cause, width, break_long_words=False, break_on_hyphens=False)
+        yield from (("" if number else "cause", line) for number, line in enumerate(lines))
+        if self.rule:
+            yield "rule", self.rule

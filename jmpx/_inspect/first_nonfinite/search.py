@@ -13,8 +13,8 @@ from jmpx._autocast.rules import PRODUCTS
 from jmpx._base.trees import PyTree
 from jmpx._inspect import watched
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._inspect.running import CompileCache, key_of, nodes_by_key
-from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, is_loop
+from jmpx._inspect.running import CompileCache
+from jmpx._inspect.watched import Constant, Run, Site, SiteKey, Trips, Update, is_loop
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import operation_name
 from jmpx._jaxprs.equations import PLACEMENTS, RESHAPES
@@ -87,18 +87,16 @@ def is_watched(eqn: Equation) -> bool:
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
     return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
 
 class Search:
-    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
+    """A program that is compiled once, and searched with several inputs."""
 
-    def __init__(self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = _same) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = lambda array: array
+    ) -> None:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
         self.compiled = CompileCache(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
@@ -109,11 +107,9 @@ class Search:
                 self.numbers.setdefault(key[:end], number)
         self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
 
-    def _evaluate(
-        self, constant: Constant, arrays: Sequence[Array], *args: Any, **options: Any
-    ) -> tuple[list[Array], Any]:
-        options |= {"run": self.run, "constant": lambda array: self.constant(constant(array))}
-        return watched.evaluate(self.jaxpr, arrays, *args, **options)
+    def _watcher(self, constant: Constant, watch: Update, reduce: Update) -> watched.Watcher:
+        wide = lambda array: self.constant(constant(array))  # noqa: E731
+        return watched.Watcher(watch, self.run, wide, reduce)
 
     def _watch_all(
         self, constant: Constant, arrays: Sequence[Array]
@@ -129,7 +125,8 @@ class Search:
                 state[_level_of(site)].see(site, *seen)
             return state
 
-        results, state = self._evaluate(constant, arrays, watch, state, reduce=_joined)
+        watcher = self._watcher(constant, watch, _joined)
+        results, state = watcher.evaluate(self.jaxpr, arrays, state)
         notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
         inputs, outputs = (state[()].largest(each) for each in (arrays, results))
         return [notes[key] for key in self.watched], inputs, outputs
@@ -151,7 +148,7 @@ class Search:
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
         """Returns an event of a site, with its position in the order in which equations run."""
         order, counts = [], iter(trips)
-        for i, eqn in enumerate(site.around):
+        for i, eqn in enumerate(site.path):
             if is_loop(eqn):
                 order += [self.numbers[site.key[: i + 1]], next(counts)]
         return Event(site, is_made, tuple(trips), (*order, self.numbers[site.key]))
@@ -169,12 +166,12 @@ class Search:
 
         def run(constant: Constant, arrays: list[Array], wanted: Array) -> list[Array | None]:
             def watch(
-                state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+                state: PyTree, site: Site, operands: list[Array], results: list[Array]
             ) -> PyTree:
                 if site.key != key:
                     return state
                 found, kept = state
-                is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
+                is_it = ~found & (jnp.stack([*site.trips, jnp.int32(0)])[:-1] == wanted).all()
                 pairs = zip((*operands, *results), kept, strict=True)
                 return found | is_it, [
                     old if old is None else jnp.where(is_it, jnp.asarray(new, old.dtype), old)
@@ -182,7 +179,8 @@ class Search:
                 ]
 
             state = jnp.array(False), empty
-            return self._evaluate(constant, arrays, watch, state, reduce=_of_one_device)[1][1]
+            watcher = self._watcher(constant, watch, _of_one_device)
+            return watcher.evaluate(self.jaxpr, arrays, state)[1][1]
 
         given = (list(arrays), np.asarray(event.trips, np.int32))
         kept = self.compiled.run(run, given, self.run, self.constant, self.numbers[key])
@@ -197,7 +195,7 @@ def _is_plain(aval: Aval) -> bool:
 def _level_of(site: Site) -> SiteKey:
     """Returns the key of the innermost loop, branch or map around a site."""
     holders = ("cond", "scan", "shard_map", "while")
-    ends = [i + 1 for i, eqn in enumerate(site.around) if eqn.primitive.name in holders]
+    ends = [i + 1 for i, eqn in enumerate(site.path) if eqn.primitive.name in holders]
     return site.key[: max(ends, default=0)]
 
 
@@ -211,22 +209,22 @@ class _Level:
 
     def __init__(self, notes: dict[SiteKey, _Note]) -> None:
         self.notes = notes
-        self.waiting: list[tuple[Site, list[Array], list[Array], Trips]] = []
+        self.waiting: list[tuple[Site, list[Array], list[Array]]] = []
         self.known: dict[int, tuple[Array, list[Array]]] = {}  # arrays, and their `largest`
 
-    def see(self, site: Site, operands: list[Array], results: list[Array], trips: Trips) -> None:
+    def see(self, site: Site, operands: list[Array], results: list[Array]) -> None:
         """Lets the results of an equation wait, and in a loop its operands."""
         if operation_name(site.equation.primitive.name) in PRODUCTS or len(self.waiting) > _MANY:
             self.noted()
-        self.waiting.append((site, operands if trips else [], results, trips))
+        self.waiting.append((site, operands if site.trips else [], results))
 
     def noted(self) -> dict[SiteKey, _Note]:
         """Returns the notes, with those of all arrays that waited."""
         waiting, self.waiting = self.waiting, []
-        self.largest([x for _, *both, _ in waiting for x in itertools.chain(*both)])
-        for site, operands, results, trips in waiting:
+        self.largest([x for _, *both in waiting for x in itertools.chain(*both)])
+        for site, operands, results in waiting:
             before, now = ([*itertools.chain(*self.largest(x))] for x in (operands, results))
-            self.notes[site.key] = _noted(self.notes[site.key], before, now, trips)
+            self.notes[site.key] = _noted(self.notes[site.key], before, now, site.trips)
         return self.notes
 
     def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:
@@ -302,9 +300,8 @@ def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     is_it = (rank == jax.lax.pmin(rank, axes)) & (rank < late)
 
     def of_it(array: jax.Array) -> jax.Array:
-        if array.dtype == jnp.bool_:
-            return jax.lax.pmax(jnp.where(is_it, array, False).astype(jnp.int32), axes) > 0
-        return jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
+        total = jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
+        return total.astype(array.dtype)  # of booleans it is an integer
 
     return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, jax.tree.map(of_it, kept)
 
@@ -323,16 +320,11 @@ class Flow:
     def __init__(self, graph: Graph, search: Search, arrays: Sequence[Array]) -> None:
         self.graph, self.search, self.arrays = graph, search, arrays
         self.seen = search.look(arrays)
-        self.nodes = nodes_by_key(graph)
         pairs = zip(graph.inputs, self.seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
         while self._spread():  # again, because a loop carries values from its end to its start
             pass
         self.found = self._origin()
-
-    def node(self, site: Site) -> Node | None:
-        """Returns the node of a site."""
-        return self.nodes.get(site.key)
 
     def array(self, value: Value) -> Array:
         """Returns an argument or a constant."""
@@ -351,7 +343,7 @@ class Flow:
         """Goes through the program once; returns whether a value got a worse number."""
         changed = False
         for node in self.graph.nodes:
-            worst = self.seen.worst.get(key_of(node))
+            worst = self.seen.worst.get(node.key)
             if worst is None:  # its results hold the numbers of its operands
                 worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
@@ -369,10 +361,10 @@ class Flow:
         if broken or not events:
             return next(iter(broken or given), None)
         first = min(events, key=lambda event: event.order)
-        node = self.node(first.site)
-        if first.is_made or node is None:
+        if first.is_made:
             return first
-        overflowed = (v for v in self._reached(node.operands)[1] if not self._is_mask(v))
+        operands = self.graph.by_key[first.site.key].operands
+        overflowed = (v for v in self._reached(operands)[1] if not self._is_mask(v))
         return next(overflowed, first)
 
     def _reached(self, ends: Sequence[Value]) -> tuple[list[Event], list[Value]]:
@@ -398,7 +390,7 @@ class Flow:
 
     def _event(self, node: Node) -> Event | None:
         """Returns the event of a node that made an infinity or a NaN."""
-        key = key_of(node)
+        key = node.key
         if key not in self.seen.worst or self.search.sites[key].loops:
             return self.seen.in_loops.get(key)
         worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)

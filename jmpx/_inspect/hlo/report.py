@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import operator
 import os
-import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jmpx._base.messages import share_text
-from jmpx._inspect.hlo.dataflow import run
-from jmpx._inspect.hlo.found import KERNEL, Collective, Found, Product
+from jmpx._inspect.hlo.found import KERNEL, Collective, Found, Product, run
 from jmpx._inspect.hlo.module import Module
 from jmpx._inspect.reports import Report, Table
-from jmpx._inspect.text import bytes_text, count_text, flop_text
+from jmpx._inspect.text import bytes_text, count_text, flop_text, starred
 
 _COUNTS = "partitions", "replicas"
 _SIZES = "argument_size output_size alias_size temp_size peak_memory".split()  # of JAX
@@ -331,13 +329,13 @@ class _Tables(NamedTuple):
 
         def alike(one: Any) -> object:
             *rest, name = cells(one).values()
-            return tuple(rest), re.sub(r"\d+", "*", name), one.in_while, one.place
+            return tuple(rest), starred(name), one.in_while, one.place
 
         *names, last = cells(self.found[0])
         rows = [[self.header, *names, last, "place"]]
         for group in self.groups(alike):
             one, shown = group[0], cells(group[0])
-            name = shown[last] if len(group) == 1 else re.sub(r"\d+", "*", shown[last])
+            name = shown[last] if len(group) == 1 else starred(shown[last])
             shown[last] = name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
             shown["times"] = f"{sum(each.times for each in group)}{'+' * one.in_while}"
             place = f"{os.path.basename(one.place.file)}:{one.place.line}" if one.place else ""

@@ -17,12 +17,11 @@ from jmpx._base.axes import as_whole
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe
 from jmpx._base.trees import is_floating_dtype
-from jmpx._inspect.audit.values import number_of
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program
-from jmpx._inspect.running import CompileCache, key_of, run_widened, widened
+from jmpx._inspect.running import CompileCache, run_widened, widened
 from jmpx._inspect.text import paths_around
-from jmpx._inspect.watched import Constant, Site, Trips, evaluate, sites
+from jmpx._inspect.watched import Constant, Site, Watcher, sites
 from jmpx._jaxprs.equations import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.marks import Array
 from jmpx._policies.maps import Rule
@@ -219,10 +218,10 @@ class Rows:
         # The magnitudes beyond float16 that `jnp.where` puts into arrays.
         selects = (node for node in graph.nodes if node.name == "select_n")
         values = (v for n in selects for v in n.operands[1:] if is_floating_dtype(v.dtype))
-        constants = {abs(number_of(value) or 0.0) for value in values}
+        constants = {abs(value.number or 0.0) for value in values}
         self.masks = tuple(sorted(c for c in constants if LARGEST_FLOAT16 < c < math.inf))
         rows = {
-            key_of(n): (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
+            n.key: (n.path, n.is_backward and _RECOMPUTED not in n.scope.split("/"))
             for n in graph.nodes
             if _is_counted(n)
         }
@@ -260,8 +259,8 @@ def counted(program: Program, rows: Rows) -> np.ndarray:
     def run(constant: Constant, arrays: list[Array]) -> Array:
         state = _State(rows, jnp.zeros((len(rows.table), _SIZE, 2), jnp.uint32))
         wide, constants = list(map(widened, arrays)), lambda array: widened(constant(array))
-        ended = evaluate(program.jaxpr, wide, _watch, state, run=run_widened, constant=constants)[1]
-        return ended.updated().totals
+        watcher = Watcher(_watch, run_widened, constants)
+        return watcher.evaluate(program.jaxpr, wide, state)[1].updated().totals
 
     arrays = list(program.arrays)
     if len(rows.of) > _FEW:
@@ -301,9 +300,7 @@ class _State:
         return cls(rows, *tables)
 
 
-def _watch(
-    state: _State, site: Site, operands: list[Array], results: list[Array], trips: Trips
-) -> _State:
+def _watch(state: _State, site: Site, operands: list[Array], results: list[Array]) -> _State:
     """Counts the results of an equation, or lets them wait."""
     row = state.rows.of.get(site.key)
     if row is None:
