@@ -257,9 +257,9 @@ def _differentiated(*first: PyTree) -> list[int]:
 
 
 def name_of(fn: Callable[..., PyTree]) -> str:
-    """Returns the name of a function, also of a `functools.partial` of it."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    """Returns the name of a function, also of one that wraps a `functools.partial` of it."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     return getattr(fn, "__name__", type(fn).__name__)
 
 

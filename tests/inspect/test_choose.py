@@ -149,6 +149,32 @@ def test_operations_are_islands_outside_of_scopes(rng):
 
 
 @pytest.mark.thorough
+def test_every_rule_is_needed(rng):
+    """Float32 results of layers make their sums float32, too: a rule for `add` would be idle."""
+
+    def loss_fn(ws, wide, x, y):
+        with jax.named_scope("embed"):
+            h = x @ ws[0]
+        for number, w in enumerate(ws[1:]):
+            with jax.named_scope(f"layer_{number}"):
+                d = jnp.sin(h @ w)
+            h = h + d
+        with jax.named_scope("wide"):
+            rest = jnp.sin(x @ wide).mean()
+        return jnp.mean((h - y) ** 2) + 1e-3 * rest
+
+    ws, wide = list(normal(rng, 4, 16, 16) / 3), normal(rng, 16, 64)
+    xs = 16 * normal(rng, 4, 16, 16)
+    batches = [(ws, wide, x, x @ ws[0]) for x in xs]
+    choice = choose(loss_fn, POLICY, error=0.05)(*batches)
+    default, *rules = choice.policy.split(";")
+    assert rules
+    for rule in rules:
+        without = ";".join([default, *(other for other in rules if other != rule)])
+        assert choose(loss_fn, without, error=0.05)(*batches).policy != without
+
+
+@pytest.mark.thorough
 def test_a_metric_of_the_user(rng):
     def largest(results, exact):
         return max(float(jnp.abs(a - b).max()) for a, b in zip(results, exact, strict=True))

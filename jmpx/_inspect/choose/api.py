@@ -175,9 +175,10 @@ def choose(
     the operations outside of them. Without modules and scopes, lines of code take their place, and
     the notes say which `jax.named_scope` to write. One compiled program, which rounds as a mask
     says, tries sets of them. A part is taken if it lowers the error by more than batches differ by
-    chance. At most ten strings are then run and compiled as written, so no number in the report is
-    an estimate. If `policy` overflows, it first gets rules of `jmpx.inspect.first_nonfinite`.
-    Strings that overflow or are refused have rows that say so.
+    chance. Some ten strings are then run and compiled as written, so no number in the report is an
+    estimate; a rule without which the last one holds the bound, too, is left out. If `policy`
+    overflows, it first gets rules of `jmpx.inspect.first_nonfinite`. Strings that overflow or are
+    refused have rows that say so.
 
     For a chip that multiplies in 8 bits, the widest layers are tried with `m=fp8`, too, where that
     holds the bound. Such a string is chosen if it needs less memory; nothing here says how fast it

@@ -33,7 +33,8 @@ _MARGIN = 0.02  # the least part of the squared error that an island removes
 _TINY = 1e-30  # stands for a squared error of 0
 _WIDEST = 4  # how many layers, or groups of layers that are alike, are tried in 8 bits
 _AGAIN = 2  # how many more searches, with a tighter bound, if a string is worse than its mask
-_SETS = 4  # strings with none to all of the rules; with float32 and others, at most ten
+_PROMOTED = 0.9  # the part of its mask's error below which a string rounds less than the mask
+_SETS = 4  # strings with none to all of the rules; with float32 and others, some ten
 
 
 # --- Islands ---
@@ -442,6 +443,12 @@ class Strings:
                 break
             # The policy is worse than its mask: search with a bound that is smaller by as much.
             chosen = search.find(bound * search.error(chosen) / self.error(text(chosen)))
+        for number in reversed(chosen):
+            # A rule promotes what reads its results, too, so that another one may be idle.
+            if self.error(text(chosen)) > _PROMOTED * search.error(chosen):
+                break
+            fewer = [each for each in chosen if each != number]
+            chosen = fewer if self.error(text(fewer)) <= bound else chosen
         if self.error(text(chosen)) > bound and self.base.way == "modules":
             self.error(text(chosen, "c=f32,o=f32"))
             return text(chosen, "c=f32,o=f32")

@@ -276,7 +276,10 @@ def _advice_lines(found: Ranges, every: Histogram, scale: float) -> Iterator[str
         yield f"Masks, counted apart: {every.masked:,} numbers such as {masks}."
     if every.infinite + every.nan:
         count = f"{every.infinite + every.nan:,} numbers"
-        yield f"Infinite or NaN in float32: {count}; jmpx.inspect.first_nonfinite finds the first."
+        yield (
+            f"Infinite or NaN in float32: {count}, or those of masks; jmpx.inspect.first_nonfinite "
+            "finds the first that reaches a result."
+        )
 
 
 # --- Pictures, after figure 3 of arXiv 1710.03740 ---
