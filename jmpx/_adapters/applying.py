@@ -176,7 +176,8 @@ def apply_policy(
     Warns:
         UserWarning: if a rule, the output or the reduce dtype has no effect; when called, if there
             is nothing to cast, if something inside casts arguments again, if matmuls stay in
-            float32, if arrays of a model come back rounded, or if `save` leaves a part as it is.
+            float32, if a policy of a Haiku class overrides this one, if arrays of a model come back
+            rounded, or if `save` leaves a part as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
