@@ -1,5 +1,8 @@
 """`import jmpx as jmp`: what JMP's users hold on to, and what was broken there."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jmp as theirs
@@ -66,3 +69,120 @@ def test_defects_of_jmp_are_mended():
     assert loss_scale.scale(integers)["n"].dtype == jnp.int32  # was a float
     functions = {"f": jnp.tanh}
     assert jmp.select_tree(jnp.bool_(True), functions, functions) == functions  # was an error
+
+
+# Subclasses of DynamicLossScale, as programs of JMP write them, and register them as JMP does.
+
+
+def plain(m):
+    class Plain(m.DynamicLossScale):
+        pass
+
+    return Plain
+
+
+def rebuilt(m):
+    """Of a public program: a class that converts nothing, and rebuilds itself in each step."""
+
+    class DynamicLossScale(m.DynamicLossScale):
+        def __post_init__(self):
+            pass
+
+        def adjust(self, grads_finite):
+            return DynamicLossScale(**dataclasses.asdict(super().adjust(grads_finite)))
+
+    return DynamicLossScale
+
+
+def with_a_field(m):
+    @dataclasses.dataclass(frozen=True)
+    class Named(m.DynamicLossScale):
+        name: str = "loss"
+
+        def adjust(self, grads_finite):
+            adjusted = dataclasses.asdict(super().adjust(grads_finite))
+            return Named(**adjusted | {"name": self.name})
+
+    return Named
+
+
+def with_its_own_leaves(m):
+    @dataclasses.dataclass(frozen=True)
+    class Counted(m.DynamicLossScale):
+        steps: Any = 0
+
+        def adjust(self, grads_finite):
+            adjusted = dataclasses.asdict(super().adjust(grads_finite))
+            return Counted(**adjusted | {"steps": self.steps + 1})
+
+        def tree_flatten(self):
+            return (self.loss_scale, self.counter, self.steps), (self.period, self.factor)
+
+        @classmethod
+        def tree_unflatten(cls, meta, data):
+            loss_scale, counter, steps = data
+            return cls(loss_scale, counter, *meta, steps=steps)
+
+    return Counted
+
+
+SUBCLASSES = [plain, rebuilt, with_a_field, with_its_own_leaves]
+
+
+def steps_in_loop(step, state):
+    for _ in range(3):
+        state = step(state)
+    return state
+
+
+RUNS = {
+    "eager": steps_in_loop,
+    "jit": lambda step, state: steps_in_loop(jax.jit(step), state),
+    "scan": lambda step, state: jax.lax.scan(lambda s, _: (step(s), None), state, length=3)[0],
+    "vmap": lambda step, state: jax.tree.map(
+        lambda x: x[0], jax.vmap(step)(jax.tree.map(lambda x: jnp.asarray(x)[None], state))
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_a_subclass_that_is_registered_as_jmps_trains(make, run, standard_promotion):
+    found = []
+    for m in (jmp, theirs):
+        # JMP's own adjust returns its own class, which no loop takes.
+        is_own = make is plain and m is theirs
+        cls = m.DynamicLossScale if is_own else make(m)
+        cls = cls if is_own else jax.tree_util.register_pytree_node_class(cls)
+        scale = cls(jnp.float32(2.0**15), counter=jnp.int32(1), period=3)
+
+        def step(scale, m=m):
+            grads = jax.grad(lambda w: scale.scale(1e34 * w))(jnp.float32(0.5))
+            return scale.adjust(m.all_finite(grads))  # not finite above 2**15
+
+        scale = RUNS[run](step, scale)
+        assert type(scale) is cls
+        found.append((float(scale.loss_scale), int(scale.counter), scale.period))
+        if make is with_its_own_leaves:
+            assert int(scale.steps) == (1 if run == "vmap" else 3)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_and_in_the_gradient_function_which_is_traced_once(make):
+    cls = jax.tree_util.register_pytree_node_class(make(jmp))
+    scale, traces = cls(jnp.float32(2.0**15)), []
+    if make is with_a_field:
+        scale = dataclasses.replace(scale, name="other")
+
+    @jax.jit
+    def step(scale, w):
+        traces.append(w)
+        return jmp.value_and_grad(lambda w: (w * 3).sum(), scale, policy="c=f16")(w)
+
+    for _ in range(2):
+        _, scale, finite, grads = step(scale, jnp.ones(2))
+    assert type(scale) is cls and int(scale.counter) == 2 and finite and (grads == 3).all()
+    assert getattr(scale, "name", "other") == "other"
+    assert len(traces) <= 2  # JMP's number, too, where a Python number is a leaf
+    assert jax.tree.structure(scale) == jax.tree.structure(jax.tree.map(lambda x: x, scale))
