@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpx._base.messages import user_stacklevel
+from jmpx._base.messages import describe, is_mapping, user_stacklevel
 from jmpx._base.trees import ArrayLeaf, Flag, as_flag, is_array, is_floating, serialized
 from jmpx._scales.scaling import (
     DYNAMIC,
@@ -85,6 +85,11 @@ class DynamicLossScale(Scaling):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        if is_mapping(self.loss_scale):
+            raise TypeError(
+                "Expected DynamicLossScale.loss_scale to be a number, got "
+                f"{describe(self.loss_scale)}: write jmpx.get_loss_scale(mapping)."
+            )
         for name in ("loss_scale", "min_loss_scale"):
             value = getattr(self, name)
             if is_array(value) and jnp.issubdtype(value.dtype, jnp.integer):  # JMP's warning
