@@ -1,6 +1,7 @@
 """`import jmpx as jmp`: what JMP's users hold on to, and what was broken there."""
 
 import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -186,3 +187,50 @@ def test_and_in_the_gradient_function_which_is_traced_once(make):
     assert getattr(scale, "name", "other") == "other"
     assert len(traces) <= 2  # JMP's number, too, where a Python number is a leaf
     assert jax.tree.structure(scale) == jax.tree.structure(jax.tree.map(lambda x: x, scale))
+
+
+# Loss scales and policies of JMP itself, as old checkpoints and files that still import it have.
+
+SCALES = {
+    "none": lambda m: m.NoOpLossScale(),
+    "static=8": lambda m: m.StaticLossScale(8),
+    "static=1024": lambda m: m.StaticLossScale(jnp.float32(1024)),
+    "static=16": lambda m: m.StaticLossScale(jnp.float16(16)),
+    "dynamic,init=32768": lambda m: m.DynamicLossScale(jnp.float32(2.0**15)),
+    "dynamic,init=512,counter=7,period=100,factor=4,min=0.5": lambda m: m.DynamicLossScale(
+        jnp.float32(512), jnp.int32(7), 100, 4, np.float32(0.5)
+    ),
+    "dynamic,init=16384,counter=0": lambda m: m.DynamicLossScale(
+        jnp.asarray(2.0**15), min_loss_scale=jnp.ones(())
+    ).adjust(jnp.bool_(False)),
+}
+
+
+@pytest.mark.parametrize("kept", ["as it is", "pickled", "in numpys", "stacked"])
+@pytest.mark.parametrize("text", SCALES)
+def test_a_loss_scale_of_jmp_is_taken(text, kept, standard_promotion):
+    old = SCALES[text](theirs)
+    if kept == "pickled":
+        old = pickle.loads(pickle.dumps(old))
+    elif kept == "in numpys":
+        old = jax.tree.map(np.asarray, old)
+    elif kept == "stacked":
+        old = jax.tree.map(lambda x: jnp.stack([x, x]), old)
+    new, expected = jmp.get_loss_scale(old), jmp.get_loss_scale(text)
+    if kept != "as it is":  # JMP loses this one in each tree
+        old_default = getattr(expected, "min_loss_scale", 1) == 1
+        new = new if old_default else dataclasses.replace(new, min_loss_scale=0.5)
+    if kept == "stacked":
+        new = jax.tree.map(lambda x: x[0], new)
+    assert str(new) == str(expected) and isinstance(new, jmp.LossScale)
+    mixed = jmp.MixedPrecision("c=f16", expected)
+    assert str(jmp.MixedPrecision("c=f16", new).loss_scale) == str(mixed.loss_scale)
+
+
+def test_what_is_not_jmps_is_no_loss_scale_of_it():
+    class DynamicLossScale(theirs.DynamicLossScale):  # which may adjust in another way
+        pass
+
+    for value in (theirs.DynamicLossScale, DynamicLossScale(jnp.float32(8)), theirs.Policy):
+        with pytest.raises(TypeError, match="Expected the string of a loss scale"):
+            jmp.get_loss_scale(value)
