@@ -361,8 +361,9 @@ class Regions:
             region = self.region(outer.rpartition("/")[0])
         around, dtypes = region, (region.dtype, self.policy_map.default.compute_dtype)
         alone = self._without_classes
-        for each in level if alone else ():
-            if policy := class_policy_of(each):
+        for each in level:
+            policy: PyTree = class_policy_of(each)
+            if alone is not None and policy is not None:
                 region = region.changed(self._rule_of_class(policy), -1, around)
                 with contextlib.suppress(ValueError):  # of a rule that needs the class policy
                     self._note_class(each, np.dtype(policy.compute_dtype), alone.region(scope))
