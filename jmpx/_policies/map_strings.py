@@ -21,7 +21,7 @@ from jmpx._base.messages import (
     whole_text,
 )
 from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector
-from jmpx._policies.policy import Policy
+from jmpx._policies.policy import Policy, of_jmp
 from jmpx._policies.strings import (
     BARE,
     ELSEWHERE,
@@ -96,7 +96,7 @@ def parse_rule(text: str) -> Rule:
 
 def _read_map(found: Found) -> PolicyMap:
     """Reads a policy map from any value that `get_policy_map` takes."""
-    value = found.value
+    value = of_jmp(found.value)
     if isinstance(value, PolicyMap):
         return value
     if isinstance(value, str):
