@@ -183,7 +183,7 @@ def test_and_in_the_gradient_function_which_is_traced_once(make):
 
     for _ in range(2):
         _, scale, finite, grads = step(scale, jnp.ones(2))
-    assert type(scale) is cls and int(scale.counter) == 2 and finite and (grads == 3).all()
+    assert type(scale) is cls and int(scale.counter) == 2 and finite and jnp.all(grads == 3)
     assert getattr(scale, "name", "other") == "other"
     assert len(traces) <= 2  # JMP's number, too, where a Python number is a leaf
     assert jax.tree.structure(scale) == jax.tree.structure(jax.tree.map(lambda x: x, scale))
@@ -231,6 +231,7 @@ def test_what_is_not_jmps_is_no_loss_scale_of_it():
     class DynamicLossScale(theirs.DynamicLossScale):  # which may adjust in another way
         pass
 
-    for value in (theirs.DynamicLossScale, DynamicLossScale(jnp.float32(8)), theirs.Policy):
+    values: Any = theirs.DynamicLossScale, DynamicLossScale(jnp.float32(8)), theirs.Policy
+    for value in values:
         with pytest.raises(TypeError, match="Expected the string of a loss scale"):
             jmp.get_loss_scale(value)
