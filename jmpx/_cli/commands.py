@@ -148,7 +148,12 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
 
 
 def _without_effect(policy_map: PolicyMap) -> Iterator[str]:
-    """Yields what the dtypes of a map do not do by operations; a run warns of the output's."""
+    """Yields what has no effect: rules that later ones replace, and dtypes by operations."""
+    for i, rule in enumerate(policy_map.rules):
+        later = (each for each in policy_map.rules[i + 1 :] if each.selector == rule.selector)
+        fields = rule.to_dict().keys()
+        if new := next((each for each in later if fields <= each.to_dict().keys()), None):
+            yield f"The rule {str(rule)!r} has no effect, because {str(new)!r} follows."
     if sentence := output_without_effect(policy_map, "jmpx.apply_policy"):
         yield sentence
     dtype = policy_map.default.param_dtype

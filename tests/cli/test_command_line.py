@@ -293,6 +293,27 @@ def test_without_a_command_there_is_the_help(capsys):
     assert "python -m jmpx audit" in capsys.readouterr().out
 
 
+REPLACED = {  # two rules, and whether the second takes the place of the first
+    "MultiHeadAttention: full; MultiHeadAttention: c=bf16": True,
+    "*/head: c=bf16; Other: full; */head: c=bf16": True,
+    "op.exp: f32; op.exp: bf16,m=highest": True,
+    "Dense?: full; Dense: bf16": True,
+    "Linear: m=highest; Linear: c=f32": False,  # both hold by operations
+    "Linear: full; haiku.Linear: c=bf16": False,  # a part of the first
+    "Linear: full; */linear: c=bf16": False,
+    "Norm: full; LayerNorm: c=bf16": False,
+    "op.exp: f32; op.log: f32": False,
+}
+
+
+@pytest.mark.parametrize("rules", REPLACED)
+def test_it_names_a_rule_that_a_later_one_replaces(capsys, rules):
+    first, *_, last = jmpx.get_policy_map(f"c=bf16; {rules}").rules
+    said = f"The rule {str(first)!r} has no effect, because {str(last)!r} follows."
+    lines = lines_of(capsys, f"c=bf16; {rules}")
+    assert (lines[-1] == said) == any("no effect" in line for line in lines) == REPLACED[rules]
+
+
 @pytest.mark.parametrize("by", ["", "by=modules,", "by=arguments,", "by=operations,"])
 @pytest.mark.parametrize(
     ("policy", "output", "params"),
