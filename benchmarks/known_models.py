@@ -389,7 +389,7 @@ MODELS = {
     "UNet of a diffusion": Known(unet, f"{SAVE}; */last: full"),
     "Mamba": Known(mamba, f"{SAVE}; */head: product=f32"),
     "mixture of experts": Known(experts, f"{SAVE}; */router: product=f32"),
-    "potential with forces": Known(potential, f"{BASE}; */filters_*: full"),
+    "potential with forces": Known(potential, "c=f16"),
     "PINN": Known(pinn, "c=f16"),
     "RNN": Known(rnn, f"{SAVE}; */lstm: product=f32; */head: product=f32"),
     "Gaussian process": Known(process, "c=f16; */process: full"),
@@ -469,11 +469,9 @@ def table(found: list[Record]) -> str:
     rows = []
     for name, (_, policy) in MODELS.items():
         exact, base, line = (of[name, each] for each in (FLOAT32, BASE, policy))
-        peaks = (f"{exact[chip]:.3g} → {line[chip]:.3g}" for chip in CHIPS)
-        share = f"{100 * line['low']:.1f} %"
-        rows.append(
-            (name, f"`{policy}`", f"{base['error']:.1e} → {line['error']:.1e}", share, *peaks)
-        )
+        error = f"{base['error']:.2g} → {line['error']:.2g}"
+        peaks = (f"{exact[chip]:,.0f} → {line[chip]:,.0f}" for chip in CHIPS)
+        rows.append((name, f"`{policy}`", error, f"{100 * line['low']:.1f} %", *peaks))
     peaks = (f"peak on {chip}, MiB" for chip in ("a v5e", "an H100"))
     return records.table(("model", "policy", "error", "in 16 bits", *peaks), rows)
 

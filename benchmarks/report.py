@@ -13,6 +13,7 @@ from pathlib import Path
 import compiled_step
 import eight_bits
 import gpu_compile
+import known_models
 import language_model
 import llama
 import mutants
@@ -164,6 +165,7 @@ def pages() -> dict[Path, str]:
             eight_bits.table(records.read(eight_bits.RESULTS)),
             gpu_compile.eight_bits(gpu),
         ),
+        "docs/known_models.md": (known_models.table(records.read(known_models.RESULTS)),),
         "docs/reliability.md": (planted,),
         "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),

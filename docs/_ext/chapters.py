@@ -9,7 +9,7 @@ CHAPTERS = {
         *("policies", "loss_scaling", "autocast", "memory", "gradients", "eight_bits", "flags"),
     ],
     "Frameworks": ["haiku", "flax_linen", "flax_nnx", "equinox", "plain_jax"],
-    "Models": ["recipes", "language_models", "reinforcement_learning", "recurrent"],
+    "Models": ["known_models", "recipes", "language_models", "reinforcement_learning", "recurrent"],
     "Inspect a program": ["reports", "audit", "nonfinite", "choose", "plan", "commands"],
     "Scale up": ["sharding", "storage", "checkpoints", "production"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],

@@ -30,6 +30,7 @@ from jmpx._base.stateful import (
 from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adapters, out_of_sight
+from jmpx._policies.map_strings import output_without_effect
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
@@ -176,7 +177,8 @@ def apply_policy(
     Warns:
         UserWarning: if a rule, the output or the reduce dtype has no effect; when called, if there
             is nothing to cast, if something inside casts arguments again, if matmuls stay in
-            float32, if arrays of a model come back rounded, or if `save` leaves a part as it is.
+            float32, if a policy of a Haiku class overrides this one, if arrays of a model come back
+            rounded, or if `save` leaves a part as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx
@@ -240,14 +242,8 @@ class Application(NamedTuple):
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
             end = f", as {name} casts arguments alone by it: leave by out, or write by=modules."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
-        output = policy_map.default.output_dtype
-        is_narrow = policy_map.writes_output and np.dtype(output).itemsize < 4
-        if is_narrow and policy_map.way == "operations":
-            warn(
-                f"The output dtype {dtype_name(output)} of policy map {str(policy_map)!r} has no "
-                f"effect: {name} casts operations by it, and returns results in the dtypes that "
-                "they have without a policy: leave o= out, or write by=modules or by=arguments."
-            )
+        if sentence := output_without_effect(policy_map, name):
+            warn(sentence)
         return cls(policy_map, func, uncast, name)
 
     @property

@@ -1,5 +1,6 @@
 """Values of the program under autocast; the regions in which a policy map has it compute."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,6 +22,7 @@ from jmpx._jaxprs.marks import (
     module_of,
     without_marks,
 )
+from jmpx._policies.frameworks import adapters_of
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
 Array = jax.Array | np.ndarray  # a tracer, an array, or a constant of a jaxpr
@@ -266,6 +268,8 @@ class Used:
         # those that run in 8 bits.
         self.eight_bits = set[tuple[int, str]]()
         self.wide = set[Equation]()  # that hold products which should run in 16 bits, and cannot
+        # Classes that their framework itself casts, to 16 bits, the dtype, and the policy map's.
+        self.overriding = set[tuple[type, np.dtype, np.dtype]]()
 
     def add(self, inner: "Used") -> None:
         """Adds those of the evaluation of an inner jaxpr."""
@@ -315,8 +319,12 @@ class Region(NamedTuple):
 class Regions:
     """The regions of one evaluation under a policy map."""
 
-    def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
+    def __init__(
+        self, policy_map: PolicyMap, surrounding: str | None = None, by_class: bool = True
+    ) -> None:
         self.policy_map = policy_map
+        # Those of the policy map alone, which tell where a class policy contradicts it.
+        self._without_classes = Regions(policy_map, surrounding, False) if by_class else None
         # The algorithm that jmpx has set around the call; the map's default takes precedence.
         self.surrounding = surrounding
         self.used = Used()
@@ -352,8 +360,13 @@ class Regions:
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
         around, dtypes = region, (region.dtype, self.policy_map.default.compute_dtype)
-        for policy in filter(None, map(class_policy_of, level)):
-            region = region.changed(self._rule_of_class(policy), -1, around)
+        alone = self._without_classes
+        for each in level:
+            policy: PyTree = class_policy_of(each)
+            if alone is not None and policy is not None:
+                region = region.changed(self._rule_of_class(policy), -1, around)
+                with contextlib.suppress(ValueError):  # of a rule that needs the class policy
+                    self._note_class(each, np.dtype(policy.compute_dtype), alone.region(scope))
         for rank, rule in enumerate(self.policy_map.rules):
             if region.is_fixed and not self.give_algorithms:
                 break  # no rule can change it
@@ -363,6 +376,14 @@ class Regions:
                 if not region.is_fixed or spelled_out.matmul is not None:
                     self.used.rules.add(rule)
         return region
+
+    def _note_class(self, mark: str, dtype: np.dtype, alone: "Region") -> None:
+        """Notes a module that its framework casts to 16 bits, where the policy map says another."""
+        module = module_of(mark)
+        if module is None or dtype.itemsize > 2 or alone.is_fixed or dtype == alone.dtype:
+            return
+        if any(adapter.class_policies for adapter in adapters_of(module.cls)):
+            self.used.overriding.add((module.cls, dtype, alone.dtype))
 
     def _rule_of_class(self, policy: PyTree) -> PolicyRule:
         """Returns the policy of a class as a rule, which those of the policy map override."""

@@ -190,6 +190,20 @@ def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[s
         )
 
 
+def overriding_classes(policy_map: PolicyMap, used: Used, by: str) -> Iterator[str]:
+    """Yields a warning of the classes that run in 16 bits by their own policies, if there are."""
+    found = sorted((cls.__name__, str(own), str(said)) for cls, own, said in used.overriding)
+    if found:
+        runs = " and ".join(f"{name} in {own} in place of {said}" for name, own, said in found)
+        calls = " and ".join(f"jmpx.set_policy({name}, ...)" for name in {n: 0 for n, *_ in found})
+        write = "use jmpx.apply_policy with" if by == "jmpx.autocast" else "write"
+        yield (
+            f"Policies of classes override policy map {str(policy_map)!r}, because Haiku itself "
+            f"casts by them: {runs}: remove {calls}, or {write} by=modules, whose rules win over "
+            "them."
+        )
+
+
 def unused_rules(
     policy_map: PolicyMap, used: Used, modules: Iterable[Module], given: PyTree = None
 ) -> Iterator[str]:

@@ -14,7 +14,13 @@ import numpy as np
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends, has_norms
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import traced_name, tracing_explained, unused_rules, wide_products
+from jmpx._autocast.warned import (
+    overriding_classes,
+    traced_name,
+    tracing_explained,
+    unused_rules,
+    wide_products,
+)
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype, region_setting
 from jmpx._base.made_once import made_once
@@ -157,7 +163,7 @@ def evaluated(
         results = interpreter.evaluate(jaxpr, values, "", ends)
     used, given = (policy_map, interpreter.used), None if pure.objects else args
     messages = *unused_rules(*used, seen, given), *wide_products(*used, jaxpr), *messages_of(left)
-    for message in messages:
+    for message in (*messages, *overriding_classes(*used, by)):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -302,8 +308,9 @@ def autocast(
             which the default device has no units.
 
     Warns:
-        UserWarning: when called, if rules, algorithms or `save` have no effect, or if matmuls stay
-            in float32 although the policy gives them 16 bits.
+        UserWarning: when called, if rules, algorithms or `save` have no effect, if matmuls stay in
+            float32 although the policy gives them 16 bits, or if a policy of a Haiku class
+            overrides this one.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmpx

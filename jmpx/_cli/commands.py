@@ -7,14 +7,17 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
+from jmpx._base.dtypes import dtype_name
 from jmpx._base.trees import PyTree
 from jmpx._inspect.text import columns
+from jmpx._policies.map_strings import output_without_effect
 from jmpx._policies.maps import PolicyMap, Rule
 from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
 from jmpx._scales.kinds import LossScale, NoOpLossScale
@@ -120,6 +123,7 @@ def _explained(precision: str) -> list[str]:
         f"applied by: {policy_map.way} ({why})",
         *_save_lines(policy_map.save),
         _loss_scale_line(precision, mixed.loss_scale),
+        *_without_effect(policy_map),
     ]
 
 
@@ -141,6 +145,23 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
     if any(rule.optional for rule in rules):
         lines.append("? no warning where the rule matches nothing")
     return lines
+
+
+def _without_effect(policy_map: PolicyMap) -> Iterator[str]:
+    """Yields what has no effect: rules that later ones replace, and dtypes by operations."""
+    for i, rule in enumerate(policy_map.rules):
+        later = (each for each in policy_map.rules[i + 1 :] if each.selector == rule.selector)
+        fields = rule.to_dict().keys()
+        if new := next((each for each in later if fields <= each.to_dict().keys()), None):
+            yield f"The rule {str(rule)!r} has no effect, because {str(new)!r} follows."
+    if sentence := output_without_effect(policy_map, "jmpx.apply_policy"):
+        yield sentence
+    dtype = policy_map.default.param_dtype
+    if policy_map.way == "operations" and np.dtype(dtype).itemsize < 4:
+        yield (
+            f"By operations, parameters and gradients keep the dtypes in which parameters are "
+            f"stored: only the init of Haiku and Linen creates them in {dtype_name(dtype)}."
+        )
 
 
 def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:

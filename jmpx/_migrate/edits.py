@@ -15,14 +15,12 @@ from libcst.metadata import GlobalScope, MetadataWrapper
 
 from jmpx._migrate.names import (
     CLASS,
-    MODULES,
     OTHER_CLASS,
     Facts,
     Marks,
     Uses,
     first_word,
     names_in,
-    new_name,
 )
 from jmpx._migrate.scales import Scales
 
@@ -37,15 +35,23 @@ class Imports(Marks):
         self.unused: list[tuple[str, str, str | None]] = []
         self.commented: set[str] = set()  # names of imports with comments, which stay
         self._foreign = facts.foreign
+        self._told: set[str] = set()  # of these packages, those that are marked
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
         """Renames modules."""
         for each in original_node.names:
-            if known := self._foreign.get(first_word(each.name)):
-                words = f"is this the library with {', '.join(known)}? Other names are used, too"
-                self.mark(original_node, words)
+            self._mark_foreign(first_word(each.name), original_node)
         names = [self._module(each) for each in updated_node.names]
         return updated_node.with_changes(names=names)
+
+    def _mark_foreign(self, package: str, node: cst.CSTNode) -> None:
+        """Marks the first import of a package that has other names than jmpx."""
+        known, others = self._foreign.get(package, ([], []))
+        if known and package not in self._told:
+            self._told.add(package)
+            has = "is" if len(others) == 1 else "are"
+            unknown = f"{', '.join(others)} {has} not in jmpx, so {package} stays here"
+            self.mark(node, f"is this the library with {', '.join(known)}? {unknown}")
 
     def _module(self, alias: cst.ImportAlias) -> cst.ImportAlias:
         name = get_full_name_for_node(alias.name)
@@ -65,13 +71,11 @@ class Imports(Marks):
         module = get_full_name_for_node(original_node.module) if original_node.module else None
         if module is None or original_node.relative:
             return updated_node
-        if module in self._foreign:
-            if known := self._foreign[module]:
-                words = f"is this the library with {', '.join(known)}? Other names are used, too"
-                self.mark(original_node, words)
+        if (package := module.partition(".")[0]) in self._foreign:
+            self._mark_foreign(package, original_node)
             return updated_node
         if isinstance(updated_node.names, cst.ImportStar):
-            if module in ("jmp", "mpx", *MODULES):
+            if module in ("jmp", "mpx", *self.moved):
                 self.mark(original_node, "import the names that are used from jmpx, instead of *")
             return updated_node
         moved: dict[str, list[cst.ImportAlias]] = {}
@@ -102,7 +106,7 @@ class Imports(Marks):
         """Returns the module where a name is now, and the import of it there."""
         name = get_full_name_for_node(alias.name) or ""
         old = f"{module}.{name}"
-        new = new_name(old)
+        new = self.new_name(old)
         if old == CLASS and not self._facts.scales:
             self.mark(node, _WRITE_CLASS)
             new = None
@@ -286,7 +290,7 @@ class _Edits(Imports, Scales):
     def _handed_on(self, old: str, node: cst.Name | cst.Attribute) -> None:
         """Marks a module or a DynamicScale that is used in other ways than by its names."""
         parent = self.parent(node)
-        if old in MODULES and not isinstance(parent, cst.Attribute):
+        if old in self.moved and not isinstance(parent, cst.Attribute):
             self.mark(node, f"the names of {old} are in jmpx now")
         if old != CLASS or isinstance(parent, cst.Call) and parent.func is node:
             return
@@ -306,7 +310,7 @@ class _Edits(Imports, Scales):
             for each in self.imports(original_node):
                 self._two_bindings(each, original_node)
             return self._of_a_scale(original_node, updated_node)
-        new = new_name(old)
+        new = self.new_name(old)
         if new is None or old.startswith(("jmp.", "mpx.")):
             return updated_node  # the import and the name of the module are rewritten
         if self._facts.taken or old == CLASS and not self._facts.scales:
@@ -319,7 +323,7 @@ class _Edits(Imports, Scales):
 
     def _two_bindings(self, old: str, node: cst.Attribute) -> None:
         """Marks a name that may be of an import, and may be another one."""
-        new = new_name(old)
+        new = self.new_name(old)
         if new and not old.startswith(("jmp.", "mpx.")):
             self.mark(node, f"write {new} for {old}")
 
@@ -351,7 +355,7 @@ class _Edits(Imports, Scales):
         for name in names_in(node):
             bound = self.bindings(node, name)
             olds = {old.name for each in bound for old in each.get_qualified_names_for(name)}
-            if olds & {*MODULES} or name in olds & {"jmp"} and self._looked_up(node):
+            if olds & self.moved or name in olds & {"jmp"} and self._looked_up(node):
                 self.mark(node, f"this string names {name}: is it the module that moved to jmpx?")
 
     def _looked_up(self, node: cst.CSTNode) -> bool:

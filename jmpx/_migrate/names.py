@@ -127,7 +127,8 @@ class Facts:
     """Facts about the names of a whole module.
 
     Args:
-        foreign: packages called `jmp` or `mpx` that are others, with the names that they share.
+        foreign: packages called `jmp` or `mpx` that are others, or of which private parts are used,
+            with the names that jmpx has and those that it has not.
         renames: whether all uses of `jmp` are known, so that they can be renamed.
         taken: whether `jmpx` has another meaning somewhere, so that no use of it can be added.
         flax: whether Flax is imported.
@@ -139,7 +140,7 @@ class Facts:
         assigns: all assignments.
     """
 
-    foreign: dict[str, list[str]]
+    foreign: dict[str, tuple[list[str], list[str]]]
     renames: bool
     taken: bool
     flax: bool
@@ -168,15 +169,11 @@ class Uses(Names):
 
     def facts(self) -> Facts:
         """Returns the facts."""
-        known = {
-            package: sorted(name for name in names if new_name(name))
-            for package, names in self._names.items()
-        }
-        foreign = {
-            package: known[package]
-            for package, names in self._names.items()
-            if len(known[package]) < len(names)
-        }
+        foreign: dict[str, tuple[list[str], list[str]]] = {}
+        for package, names in self._names.items():
+            known = {name for name in names if new_name(name)}
+            if known != names:
+                foreign[package] = sorted(known), sorted(names - known)
         renames = not (self._odd or self._taken or "jmp" in self._strings)
         uncertain = self._scales and (self._unsure or self._taken)
         scales = self._scales and not uncertain
@@ -413,7 +410,14 @@ class Marks(Definitions):
         self.count = 0
         self.marks: list[tuple[int, str]] = []
         self.needs_jmpx = False
+        # Where the import of JMP stays, its policies are given to Haiku, whose names stay, too.
+        self.moved = set(MODULES[1:] if "jmp" in facts.foreign else MODULES)
         self._facts = facts
+
+    def new_name(self, old: str) -> str | None:
+        """Returns the dotted name that takes the place of `old` in this file, if any does."""
+        stays = old.rpartition(".")[0] in set(MODULES) - self.moved
+        return None if stays else new_name(old)
 
     def mark(self, node: cst.CSTNode, words: str) -> None:
         """Notes what is left to do, at the statement of a node."""

@@ -4,7 +4,9 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from jmpx._base.dtypes import is_dtype
+import numpy as np
+
+from jmpx._base.dtypes import dtype_name, is_dtype
 from jmpx._base.messages import (
     Entry,
     Found,
@@ -21,7 +23,7 @@ from jmpx._base.messages import (
     whole_text,
 )
 from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector
-from jmpx._policies.policy import Policy
+from jmpx._policies.policy import Policy, of_jmp
 from jmpx._policies.strings import (
     BARE,
     ELSEWHERE,
@@ -89,6 +91,22 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     return _read_map(Located(policy_map))
 
 
+def output_without_effect(policy_map: PolicyMap, name: str) -> str | None:
+    """Returns the sentence that the output dtype changes nothing by operations, if it is so.
+
+    `name` is the function that applies the map, as the user calls it.
+    """
+    dtype = policy_map.default.output_dtype
+    is_narrow = policy_map.writes_output and np.dtype(dtype).itemsize < 4
+    if not is_narrow or policy_map.way != "operations":
+        return None
+    return (
+        f"The output dtype {dtype_name(dtype)} of policy map {str(policy_map)!r} has no effect: "
+        f"{name} casts operations by it, and returns results in the dtypes that they have without "
+        "a policy: leave o= out, or write by=modules or by=arguments."
+    )
+
+
 def parse_rule(text: str) -> Rule:
     """Parses one rule of a policy map, such as `LayerNorm: full`."""
     return _read_rule(Located(text))
@@ -96,7 +114,7 @@ def parse_rule(text: str) -> Rule:
 
 def _read_map(found: Found) -> PolicyMap:
     """Reads a policy map from any value that `get_policy_map` takes."""
-    value = found.value
+    value = of_jmp(found.value)
     if isinstance(value, PolicyMap):
         return value
     if isinstance(value, str):

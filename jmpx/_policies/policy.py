@@ -124,6 +124,14 @@ class Policy:
         return f"{type(self).__name__}({fields})"
 
 
+def of_jmp(value: T) -> T | Policy:
+    """Returns a policy of JMP, or one like it with its three dtypes, as jmpx's; others as is."""
+    names = ("param_dtype", "compute_dtype", "output_dtype")
+    if isinstance(value, type | Policy) or not all(hasattr(value, name) for name in names):
+        return value
+    return Policy(*(getattr(value, name) for name in names))
+
+
 def overrides_casts(policy: Policy) -> bool:
     """Whether the class of a policy overrides casts."""
     names = ("cast_to_param", "cast_to_compute", "cast_to_output")

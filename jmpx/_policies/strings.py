@@ -35,7 +35,7 @@ from jmpx._base.messages import (
     whole_text,
 )
 from jmpx._policies.maps import HOW, PolicyMap, read_how
-from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
+from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields, of_jmp
 
 Field: TypeAlias = Any  # the value of a key: a dtype or a word
 
@@ -119,7 +119,8 @@ def get_policy(policy: PolicyLike) -> Policy:
 
     Args:
         policy: a policy string; or a mapping; or a dtype such as `jnp.bfloat16`, which means the
-            same as its name; or a policy, which is returned as it is.
+            same as its name; or a policy, which is returned as it is; or a `jmp.Policy`, whose
+            three dtypes are taken.
 
     Raises:
         TypeError: if `policy` is of another type, or a value of the mapping is. A policy map is not
@@ -142,6 +143,7 @@ def get_policy(policy: PolicyLike) -> Policy:
 one of float16 (f16, fp16), bfloat16 (bf16), float32 (f32, fp32, full), float64 (f64, fp64), half, \
 float8_*; did you mean 'bfloat16'?
     """
+    policy = of_jmp(policy)
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, PolicyMap):
@@ -157,7 +159,7 @@ def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> di
 
     A dtype without a key sets the fields in `bare`; `keys` maps accepted keys to their fields.
     """
-    value = found.value
+    value = of_jmp(found.value)
     if isinstance(value, str):
         text = whole_text(value, "policy", found.at)
         text.refuse("|", NO_LOSS_SCALE)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmpx._base.messages import user_stacklevel
+from jmpx._base.messages import describe, is_mapping, user_stacklevel
 from jmpx._base.trees import ArrayLeaf, Flag, as_flag, is_array, is_floating, serialized
 from jmpx._scales.scaling import (
     DYNAMIC,
@@ -39,7 +39,9 @@ class DynamicLossScale(Scaling):
 
     As a pytree, its leaves are `loss_scale` and `counter`. The other arguments are configuration,
     so a checkpoint restores two numbers into a template that keeps its configuration. A restored
-    scale beyond the template's bounds counts as the nearer bound.
+    scale beyond the template's bounds counts as the nearer bound. A subclass is one, too, after
+    `jax.tree_util.register_pytree_node_class(Subclass)`, as in JMP; the fields that it adds are
+    configuration.
 
     Args:
         loss_scale: the initial factor: a number or an array of shape (), of any dtype. It is kept
@@ -83,6 +85,11 @@ class DynamicLossScale(Scaling):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        if is_mapping(self.loss_scale):
+            raise TypeError(
+                "Expected DynamicLossScale.loss_scale to be a number, got "
+                f"{describe(self.loss_scale)}: write jmpx.get_loss_scale(mapping)."
+            )
         for name in ("loss_scale", "min_loss_scale"):
             value = getattr(self, name)
             if is_array(value) and jnp.issubdtype(value.dtype, jnp.integer):  # JMP's warning
@@ -188,6 +195,18 @@ class DynamicLossScale(Scaling):
         overflows = jnp.minimum(self._overflows + 1, self.hysteresis - 1)
         return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
 
+    # JMP's subclasses call `jax.tree_util.register_pytree_node_class`, which needs these two.
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[object, ...]]:
+        """Returns the two leaves, and the other fields, also those of a subclass."""
+        leaves, configuration = _flatten(self)
+        return tuple(leaf for _, leaf in leaves), configuration
+
+    @classmethod
+    def tree_unflatten(cls, configuration: tuple[object, ...], leaves: Iterable[object]) -> Self:
+        """Returns the loss scale with these leaves and this configuration."""
+        return _unflatten(cls, configuration, leaves)
+
     def _numbers(self) -> dict[str, int | float]:
         leaf, counter = (concrete_leaf(getattr(self, name), name) for name in LEAVES)
         scale = np.float32(self._clip(leaf.astype(np.float32)))
@@ -209,14 +228,17 @@ class DynamicLossScale(Scaling):
 LEAVES = ("loss_scale", "counter")
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, LEAVES))  # made once: each dispatch flattens a scale
 _MAYBE = ("max_loss_scale", "backoff_factor")  # may be None
-_CONFIGURATION = tuple(
-    field.name for field in dataclasses.fields(DynamicLossScale) if field.name not in LEAVES
-)
+
+
+@functools.cache
+def _configuration(cls: type[DynamicLossScale]) -> tuple[str, ...]:
+    """Returns the fields that are no leaves, also those of a subclass."""
+    return tuple(field.name for field in dataclasses.fields(cls) if field.name not in LEAVES)
 
 
 def _flatten(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
     leaves = [(key, getattr(scale, key.name)) for key in _KEYS]
-    return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
+    return leaves, tuple(getattr(scale, name) for name in _configuration(type(scale)))
 
 
 ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
@@ -228,7 +250,8 @@ def _unflatten(
     # Bypasses the constructor, which converts and clips: trees of axes, masks or shardings hold 0,
     # True or a sharding, which must stay. A floating array becomes a strong float32.
     scale = object.__new__(cls)
-    for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
+    names = LEAVES + _configuration(cls)
+    for name, value in zip(names, (*leaves, *configuration), strict=True):
         scale._set(name, value)
     if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
         scale._set("loss_scale", as_leaf(scale.loss_scale, np.float32, DYNAMIC["init"]))

@@ -102,9 +102,11 @@ def concrete_leaf(leaf: object, name: str) -> np.ndarray:
     if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
         with contextlib.suppress(RuntimeError):  # It was donated, or another process holds it.
             return np.asarray(leaf)
+    stack = ", or index the replica, as jax.tree.map(lambda x: x[0], loss_scale)"
     raise TypeError(
         f"Expected {name} of the loss scale to be one number, got {describe(leaf)}: take it "
-        "outside of jax.jit and jax.vmap, and before a step donates it."
+        "outside of jax.jit and jax.vmap, and before a step donates it"
+        f"{stack if is_array(leaf) and leaf.ndim else ''}."
     )
 
 

@@ -23,7 +23,14 @@ from jmpx._base.messages import (
 from jmpx._policies.map_strings import get_policy_map, map_of, parse_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
-from jmpx._scales.kinds import LEAVES, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jmpx._scales.kinds import (
+    LEAVES,
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    is_loss_scale,
+)
 from jmpx._scales.scaling import ARGUMENTS, DYNAMIC, check_number, concrete_leaf, parse_number
 
 LossScaleT = TypeVar("LossScaleT", bound=LossScale)
@@ -35,6 +42,9 @@ LossScaleLike: TypeAlias = str | MappingLike | LossScale
 KINDS = {**{kind: kind for kind in ARGUMENTS}, "noop": "none"}
 _KIND_WORDS = ", ".join(map(repr, KINDS))
 _KEYS = {key: key for key in DYNAMIC}
+_OF_JMP: dict[str, Any] = {
+    f"jmp.{cls.__name__}": cls for cls in (NoOpLossScale, StaticLossScale, DynamicLossScale)
+}
 
 
 @overload
@@ -53,7 +63,8 @@ def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> 
 
     Args:
         spec: the string; or a mapping such as `{"type": "dynamic", "init": 32768}`, whose numbers
-            may be strings; or a loss scale, which is returned as it is.
+            may be strings; or a loss scale, which is returned as it is; or one of JMP's, as an old
+            checkpoint has it, which is converted.
         policy: a policy map, or anything else that `get_policy_map` takes. Only `auto` needs it.
 
     Returns:
@@ -78,6 +89,7 @@ def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> 
 def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
     """Makes a loss scale from any value that `get_loss_scale` takes."""
     spec = found.value
+    spec = _of_jmp(spec)
     if isinstance(spec, LossScale):
         return spec
     if isinstance(spec, str):
@@ -95,6 +107,15 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
     elif isinstance(spec, Policy | PolicyMap):
         remedy = "give it as policy=, behind for example 'auto'"
     raise refuse_value(what, found, remedy)
+
+
+def _of_jmp(spec: object) -> object:
+    """Returns a loss scale of JMP, as an old checkpoint has one, as jmpx's; other values as is."""
+    cls = _OF_JMP.get(f"{type(spec).__module__.partition('.')[0]}.{type(spec).__name__}")
+    if cls is None or not is_loss_scale(spec):
+        return spec
+    names = [field.name for field in dataclasses.fields(cls) if hasattr(spec, field.name)]
+    return cls(**{name: getattr(spec, name) for name in names})
 
 
 def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:

@@ -19,7 +19,7 @@ from jmpx._base.trees import (
     is_traceable,
     serialized,
 )
-from jmpx._scales.kinds import LossScale
+from jmpx._scales.kinds import DynamicLossScale, LossScale
 from jmpx._scales.scaling import format_number
 from jmpx._steps.checks import (
     LARGEST_COUNT,
@@ -147,9 +147,8 @@ def check_progress(
         warn_of_kept_overflow(opt_state)
     if count > limit:
         members = stack.size if jax.process_count() == 1 else 1  # others may hold more of them
-        if members > 1:
-            pick = lambda x: np.ravel(x)[stack.argmax()] if np.size(x) == members else x  # noqa: E731
-            loss_scale = jax.tree.map(pick, loss_scale)
+        at = int(stack.argmax())
+        loss_scale = jax.tree.map(lambda x: _one_of(x, at, members), loss_scale)
         skipping = [*map(str, np.flatnonzero(stack > limit))]
         member = f" in member {_first(skipping)} of {members} (counted from 0)"
         floor = lower = ""
@@ -160,6 +159,11 @@ def check_progress(
                 "if the parameters are finite, lower that floor to the scale that "
                 "jmpx.inspect.ranges proposes or compute in bfloat16; else "
             )
+        elif isinstance(loss_scale, DynamicLossScale):
+            lower = (
+                "if it fell in each of these steps, it began too high, so wait, or begin with a "
+                "lower one; else "
+            )
         raise FloatingPointError(
             f"Skipped {count} optimizer steps in a row{member * (len(skipping) < members)}, more "
             f"than max_consecutive={limit}, with the loss scale '{loss_scale}'{floor}"
@@ -167,6 +171,13 @@ def check_progress(
             "if it never changed, or look for the cause in the data and by "
             "jmpx.inspect.nonfinite(grads)."
         )
+
+
+def _one_of(leaf: Leaf, member: int, members: int) -> Leaf:
+    """Returns the number of one member in a stack, or else the least one of it."""
+    if not np.ndim(leaf):
+        return leaf
+    return np.ravel(leaf)[member] if np.size(leaf) == members else np.min(parts(leaf)[0])
 
 
 def counts_of(opt_state: PyTree, name: str) -> list[ArrayLeaf | int]:

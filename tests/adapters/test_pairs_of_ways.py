@@ -1,5 +1,7 @@
 """A policy inside of another one, by each pair of ways: an island or an error."""
 
+import contextlib
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -128,6 +130,66 @@ def test_autocast_follows_the_policies_of_classes_and_rules_before_them(framewor
         for transform in (lambda f: f), scanned:
             cast = jmpx.apply_policy(transform(net.apply), f"c=bf16{rule}")
             apply, model = net.split(cast)
-            with PUSHES[push](CLASSES[framework], policy):
+            is_told = framework == "haiku" and policy == "c=f16"
+            told = (
+                pytest.warns(match="Linear in float16 in place of bf")
+                if is_told
+                else contextlib.nullcontext()
+            )
+            with PUSHES[push](CLASSES[framework], policy), told:
                 found = dots(apply, model, np.ones((2, 4), np.float32))
             assert found == ["x".join([expected] * 2)], rule
+
+
+# The class policy of hk.Linear, a policy map, and what the map says in place of the class policy.
+OVERRIDDEN = [
+    *((own, "c=bf16", "bfloat16") for own in ("c=f16", "c=f16,o=f32")),
+    ("c=bf16,o=f32", "c=f16", "float16"),
+    *((own, "f32", "float32") for own in ("c=f16", "c=bf16")),
+    *(
+        (own, f"{own}; {rule}: full", "float32")
+        for own in ("c=f16", "c=bf16")
+        for rule in ("Linear", "*/head")
+    ),
+    ("c=bf16", "c=bf16; head: c=f16", "float16"),
+    *((own, own, None) for own in ("c=f16", "c=bf16")),
+    ("c=f16", "c=bf16; Linear: c=f16", None),  # the same dtype
+    *(("full", string, None) for string in ("c=bf16", "f32", "c=bf16; Linear: f16")),  # an island
+    ("c=f16", "by=modules,c=bf16; Linear: full", None),
+    ("c=f16", "c=bf16; op.dot_general: f32", "bfloat16"),
+]
+RUNS = {
+    "apply_policy": lambda f, policy: jmpx.apply_policy(f, policy),
+    "grad": lambda f, policy: jmpx.grad(f, jmpx.NoOpLossScale(), policy=policy),
+    "value_and_grad": lambda f, policy: jmpx.value_and_grad(f, jmpx.NoOpLossScale(), policy=policy),
+    "jit": lambda f, policy: jax.jit(jmpx.apply_policy(f, policy)),
+    "autocast": lambda f, policy: jmpx.autocast(f, policy),
+}
+
+
+@pytest.mark.parametrize("push", PUSHES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("own", "policy", "said"), OVERRIDDEN)
+@pytest.mark.sampled(11)
+def test_a_class_policy_that_haiku_casts_by_is_told_where_the_string_says_another(
+    push, run, own, policy, said
+):
+    if run == "autocast" and policy.startswith("by="):
+        return  # it applies maps by operations alone
+    net = zoo.drawn("haiku", head, 2, 4)
+    apply, model = net.split(net.apply)
+    loss = RUNS[run](lambda model, x: apply(model, x).astype(jnp.float32).sum(), policy)
+    with PUSHES[push](hk.Linear, own), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(loss, model, jnp.ones((2, 4)))
+    told = [str(each.message) for each in caught if "override" in str(each.message)]
+    # A policy that casts nothing runs the function as it is, without a trace.
+    is_seen = policy != "f32" or push == "jmpx" or run == "autocast"
+    if said is None or not is_seen:
+        assert not told
+        return
+    dtype = SHORT[own.removesuffix(",o=f32")]
+    (message,) = told
+    assert (
+        f"casts by them: Linear in {dtype} in place of {said}: remove jmpx.set_policy(" in message
+    )

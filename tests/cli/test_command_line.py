@@ -3,8 +3,10 @@
 import importlib.metadata
 import sys
 import types
+import warnings
 
 import jax
+import jax.numpy as jnp
 import pytest
 from helpers import error_of, run_jmpx, run_python
 
@@ -289,3 +291,52 @@ def test_an_audit_ends_with_the_code_of_its_check(dtype, code, tmp_path, capsys)
 def test_without_a_command_there_is_the_help(capsys):
     assert run_jmpx() == 0
     assert "python -m jmpx audit" in capsys.readouterr().out
+
+
+REPLACED = {  # two rules, and whether the second takes the place of the first
+    "MultiHeadAttention: full; MultiHeadAttention: c=bf16": True,
+    "*/head: c=bf16; Other: full; */head: c=bf16": True,
+    "op.exp: f32; op.exp: bf16,m=highest": True,
+    "Dense?: full; Dense: bf16": True,
+    "Linear: m=highest; Linear: c=f32": False,  # both hold by operations
+    "Linear: full; haiku.Linear: c=bf16": False,  # a part of the first
+    "Linear: full; */linear: c=bf16": False,
+    "Norm: full; LayerNorm: c=bf16": False,
+    "op.exp: f32; op.log: f32": False,
+}
+
+
+@pytest.mark.parametrize("rules", REPLACED)
+def test_it_names_a_rule_that_a_later_one_replaces(capsys, rules):
+    first, *_, last = jmpx.get_policy_map(f"c=bf16; {rules}").rules
+    said = f"The rule {str(first)!r} has no effect, because {str(last)!r} follows."
+    lines = lines_of(capsys, f"c=bf16; {rules}")
+    assert (lines[-1] == said) == any("no effect" in line for line in lines) == REPLACED[rules]
+
+
+@pytest.mark.parametrize("by", ["", "by=modules,", "by=arguments,", "by=operations,"])
+@pytest.mark.parametrize(
+    ("policy", "output", "params"),
+    [
+        ("p=f32,c=f16,o=f16", True, False),
+        ("c=bf16,o=f16; LayerNorm: full", True, False),
+        ("bf16", False, True),
+        ("p=f16,o=f16", True, True),
+        ("c=bf16,o=f32", False, False),
+        ("c=bf16", False, False),
+        ("f32", False, False),
+    ],
+)
+def test_it_ends_with_what_has_no_effect_as_a_run_warns(capsys, by, policy, output, params):
+    if "arguments" in by:
+        policy = policy.partition(";")[0]
+    lines = lines_of(capsys, by + policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jmpx.apply_policy(jnp.sum, by + policy)
+    said = [str(each.message) for each in caught]
+    is_by_operations = by in ("", "by=operations,")
+    assert len(said) == (output and is_by_operations)
+    assert lines[-1 - params * is_by_operations :][: len(said)] == said
+    end = "By operations, parameters and gradients keep the dtypes in which parameters are stored"
+    assert lines[-1].startswith(end) == (params and is_by_operations)

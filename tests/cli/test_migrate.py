@@ -215,6 +215,35 @@ def test_what_is_not_certain_has_a_comment_and_no_second_one(name):
     assert migrate_source(migrated.text) == migrated
 
 
+HAIKU = {  # each way to write a policy of a class
+    "dotted": "import haiku as hk\nhk.mixed_precision.set_policy(hk.Linear, p)\n",
+    "module": "from haiku import mixed_precision as mp\nmp.get_policy(A)\n",
+    "module alias": "import haiku.mixed_precision as mp\nwith mp.push_policy(A, p): pass\n",
+    "name": "from haiku.mixed_precision import set_policy, current_policy\nset_policy(A, p)\n",
+    "handed on": "from haiku import mixed_precision\nf(mixed_precision)\n",
+    "star": "from haiku.mixed_precision import *\n",
+}
+STAYS = {  # imports of which one stays, with the names that jmpx has not
+    "import jmp\nfrom jmp._src.policy import _cast\njmp.Policy\n": "jmp._src is not in",
+    "from jmp import Policy\nimport jmp._src.policy\n": "jmp._src is not in",
+    "import jmp as j\nimport jmp\nj.Policy, jmp.new, j.other\n": "jmp.new, jmp.other are not in",
+    "from jmp import Policy, new\nfrom jmp import other\n": "jmp.new, jmp.other are not in",
+}
+
+
+@pytest.mark.parametrize("stays", STAYS)
+@pytest.mark.parametrize("haiku", HAIKU)
+def test_where_jmp_stays_haikus_policies_stay_and_one_comment_names_what_is_unknown(haiku, stays):
+    migrated = migrate_source(f"{stays}{HAIKU[haiku]}")
+    ((line, words),) = migrated.marks
+    assert line == 1 and migrated.edits == 0
+    assert words.startswith("is this the library with jmp.Policy? ") and STAYS[stays] in words
+    assert migrated.text == f"{COMMENT}{words}\n{stays}{HAIKU[haiku]}"
+    assert migrate_source(migrated.text) == migrated
+    alone = migrate_source(f"import jmp\njmp.Policy\n{HAIKU[haiku]}")
+    assert alone.edits > 1 and "import jmpx" in alone.text
+
+
 @pytest.mark.parametrize(
     "made",
     [

@@ -1,5 +1,9 @@
 """`import jmpx as jmp`: what JMP's users hold on to, and what was broken there."""
 
+import dataclasses
+import pickle
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jmp as theirs
@@ -66,3 +70,168 @@ def test_defects_of_jmp_are_mended():
     assert loss_scale.scale(integers)["n"].dtype == jnp.int32  # was a float
     functions = {"f": jnp.tanh}
     assert jmp.select_tree(jnp.bool_(True), functions, functions) == functions  # was an error
+
+
+# Subclasses of DynamicLossScale, as programs of JMP write them, and register them as JMP does.
+
+
+def plain(m):
+    class Plain(m.DynamicLossScale):
+        pass
+
+    return Plain
+
+
+def rebuilt(m):
+    """Of a public program: a class that converts nothing, and rebuilds itself in each step."""
+
+    class DynamicLossScale(m.DynamicLossScale):
+        def __post_init__(self):
+            pass
+
+        def adjust(self, grads_finite):
+            return DynamicLossScale(**dataclasses.asdict(super().adjust(grads_finite)))
+
+    return DynamicLossScale
+
+
+def with_a_field(m):
+    @dataclasses.dataclass(frozen=True)
+    class Named(m.DynamicLossScale):
+        name: str = "loss"
+
+        def adjust(self, grads_finite):
+            adjusted = dataclasses.asdict(super().adjust(grads_finite))
+            return Named(**adjusted | {"name": self.name})
+
+    return Named
+
+
+def with_its_own_leaves(m):
+    @dataclasses.dataclass(frozen=True)
+    class Counted(m.DynamicLossScale):
+        steps: Any = 0
+
+        def adjust(self, grads_finite):
+            adjusted = dataclasses.asdict(super().adjust(grads_finite))
+            return Counted(**adjusted | {"steps": self.steps + 1})
+
+        def tree_flatten(self):
+            return (self.loss_scale, self.counter, self.steps), (self.period, self.factor)
+
+        @classmethod
+        def tree_unflatten(cls, meta, data):
+            loss_scale, counter, steps = data
+            return cls(loss_scale, counter, *meta, steps=steps)
+
+    return Counted
+
+
+SUBCLASSES = [plain, rebuilt, with_a_field, with_its_own_leaves]
+
+
+def steps_in_loop(step, state):
+    for _ in range(3):
+        state = step(state)
+    return state
+
+
+RUNS = {
+    "eager": steps_in_loop,
+    "jit": lambda step, state: steps_in_loop(jax.jit(step), state),
+    "scan": lambda step, state: jax.lax.scan(lambda s, _: (step(s), None), state, length=3)[0],
+    "vmap": lambda step, state: jax.tree.map(
+        lambda x: x[0], jax.vmap(step)(jax.tree.map(lambda x: jnp.asarray(x)[None], state))
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_a_subclass_that_is_registered_as_jmps_trains(make, run, standard_promotion):
+    found = []
+    for m in (jmp, theirs):
+        # JMP's own adjust returns its own class, which no loop takes.
+        is_own = make is plain and m is theirs
+        cls = m.DynamicLossScale if is_own else make(m)
+        cls = cls if is_own else jax.tree_util.register_pytree_node_class(cls)
+        scale = cls(jnp.float32(2.0**15), counter=jnp.int32(1), period=3)
+
+        def step(scale, m=m):
+            grads = jax.grad(lambda w: scale.scale(1e34 * w))(jnp.float32(0.5))
+            return scale.adjust(m.all_finite(grads))  # not finite above 2**15
+
+        scale = RUNS[run](step, scale)
+        assert type(scale) is cls
+        found.append((float(scale.loss_scale), int(scale.counter), scale.period))
+        if make is with_its_own_leaves:
+            assert int(scale.steps) == (1 if run == "vmap" else 3)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_and_in_the_gradient_function_which_is_traced_once(make):
+    cls = jax.tree_util.register_pytree_node_class(make(jmp))
+    scale, traces = cls(jnp.float32(2.0**15)), []
+    if make is with_a_field:
+        scale = dataclasses.replace(scale, name="other")
+
+    @jax.jit
+    def step(scale, w):
+        traces.append(w)
+        return jmp.value_and_grad(lambda w: (w * 3).sum(), scale, policy="c=f16")(w)
+
+    for _ in range(2):
+        _, scale, finite, grads = step(scale, jnp.ones(2))
+    assert type(scale) is cls and int(scale.counter) == 2 and finite and jnp.all(grads == 3)
+    assert getattr(scale, "name", "other") == "other"
+    assert len(traces) <= 2  # JMP's number, too, where a Python number is a leaf
+    assert jax.tree.structure(scale) == jax.tree.structure(jax.tree.map(lambda x: x, scale))
+
+
+# Loss scales and policies of JMP itself, as old checkpoints and files that still import it have.
+
+SCALES = {
+    "none": lambda m: m.NoOpLossScale(),
+    "static=8": lambda m: m.StaticLossScale(8),
+    "static=1024": lambda m: m.StaticLossScale(jnp.float32(1024)),
+    "static=16": lambda m: m.StaticLossScale(jnp.float16(16)),
+    "dynamic,init=32768": lambda m: m.DynamicLossScale(jnp.float32(2.0**15)),
+    "dynamic,init=512,counter=7,period=100,factor=4,min=0.5": lambda m: m.DynamicLossScale(
+        jnp.float32(512), jnp.int32(7), 100, 4, np.float32(0.5)
+    ),
+    "dynamic,init=16384,counter=0": lambda m: m.DynamicLossScale(
+        jnp.asarray(2.0**15), min_loss_scale=jnp.ones(())
+    ).adjust(jnp.bool_(False)),
+}
+
+
+@pytest.mark.parametrize("kept", ["as it is", "pickled", "in numpys", "stacked"])
+@pytest.mark.parametrize("text", SCALES)
+def test_a_loss_scale_of_jmp_is_taken(text, kept, standard_promotion):
+    old = SCALES[text](theirs)
+    if kept == "pickled":
+        old = pickle.loads(pickle.dumps(old))
+    elif kept == "in numpys":
+        old = jax.tree.map(np.asarray, old)
+    elif kept == "stacked":
+        old = jax.tree.map(lambda x: jnp.stack([x, x]), old)
+    new, expected = jmp.get_loss_scale(old), jmp.get_loss_scale(text)
+    if kept != "as it is":  # JMP loses this one in each tree
+        old_default = getattr(expected, "min_loss_scale", 1) == 1
+        new = new if old_default else dataclasses.replace(new, min_loss_scale=0.5)
+    if kept == "stacked":
+        new = jax.tree.map(lambda x: x[0], new)
+    assert str(new) == str(expected) and isinstance(new, jmp.LossScale)
+    mixed = jmp.MixedPrecision("c=f16", expected)
+    assert str(jmp.MixedPrecision("c=f16", new).loss_scale) == str(mixed.loss_scale)
+
+
+def test_what_is_not_jmps_is_no_loss_scale_of_it():
+    class DynamicLossScale(theirs.DynamicLossScale):  # which may adjust in another way
+        pass
+
+    values: Any = theirs.DynamicLossScale, DynamicLossScale(jnp.float32(8)), theirs.Policy
+    for value in values:
+        with pytest.raises(TypeError, match="Expected the string of a loss scale"):
+            jmp.get_loss_scale(value)

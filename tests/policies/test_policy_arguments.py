@@ -1,13 +1,16 @@
 """Functions that take a policy: also as a dtype or a mapping; 8 bits; unmatched rules."""
 
+import dataclasses
 import functools
 import pickle
 import warnings
+from typing import Any
 
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 from absl import flags
@@ -117,6 +120,44 @@ def test_every_function_takes_a_dtype_or_a_mapping_and_nothing_else(function):
             take(thing)
         sentence = str(error.value)
         assert "expected a floating dtype" in sentence or "mapping, a dtype" in sentence
+
+
+@dataclasses.dataclass
+class Dtypes:
+    """Of another library, or of a vendored JMP: three dtypes by JMP's names."""
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+
+LIKE_JMPS = {
+    "jmp": jmp.get_policy,
+    "from Haiku's registry": lambda text: in_haikus_registry(jmp.get_policy(text)),
+    "a subclass": lambda text: type("Own", (jmp.Policy,), {})(*vars(jmp.get_policy(text)).values()),
+    "np.dtype": lambda text: Dtypes(*map(np.dtype, vars(jmp.get_policy(text)).values())),
+    "names": lambda text: Dtypes(*(np.dtype(d).name for d in vars(jmp.get_policy(text)).values())),
+}
+
+
+def in_haikus_registry(policy):
+    store: Any = hk.mixed_precision
+    with store.push_policy(hk.Conv2D, policy):
+        return store.get_policy(hk.Conv2D)
+
+
+@pytest.mark.parametrize("kind", LIKE_JMPS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_takes_a_policy_of_jmp(function, kind):
+    take = FUNCTIONS[function]
+    for text in ("p=f32,c=f16,o=f32", "bfloat16"):
+        policy = LIKE_JMPS[kind](text)
+        assert take(policy) == take(text)
+        assert take({"policy": policy} if "policy" not in function else policy) == take(text)
+    with pytest.raises((TypeError, ValueError, flags.IllegalFlagValueError)):
+        take(jmp.Policy)  # the class
+    with pytest.raises((TypeError, ValueError, flags.IllegalFlagValueError)):
+        take(Dtypes(jnp.float32, jnp.int32, jnp.float32))
 
 
 # 8 bits are for storage

@@ -1,10 +1,13 @@
 """Loss scales from strings and mappings: grammar, round trips, numbers."""
 
+import collections
 import json
 import math
 import time
+import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,3 +184,24 @@ def test_numbers_of_a_mapping_may_be_numpys():
         {"policy": "f16", "loss_scale": {"type": "dynamic", **fields}}
     )
     assert precision.loss_scale == Dynamic(8, period=3, max_loss_scale=9)
+
+
+@pytest.mark.parametrize("kind", [dict, types.MappingProxyType, collections.UserDict])
+@pytest.mark.parametrize("text", ["none", "static=8", "dynamic,init=4", "dynamic,counter=3"])
+def test_a_class_takes_no_mapping_and_names_what_does(kind, text):
+    loss_scale = jmpx.get_loss_scale(text)
+    mapping = kind(loss_scale.to_dict())
+    with pytest.raises(TypeError, match=r"to be a number.*: write jmpx.get_loss_scale\(mapping\)"):
+        jmpx.DynamicLossScale(mapping)
+    assert jmpx.get_loss_scale(mapping) == loss_scale
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
+def test_a_replica_of_a_stack_is_written(shape):
+    loss_scale = jmpx.DynamicLossScale(4.0)
+    stack = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), loss_scale)
+    for _ in shape:
+        with pytest.raises(TypeError, match="or index the replica, as jax.tree.map"):
+            stack.to_dict()
+        stack = jax.tree.map(lambda x: x[0], stack)
+    assert stack.to_dict() == loss_scale.to_dict()

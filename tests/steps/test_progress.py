@@ -228,6 +228,45 @@ def test_the_message_says_that_a_scale_can_fall_no_further(name):
     assert "lower the learning rate" in text
 
 
+@pytest.mark.parametrize("name", FLOORS)
+def test_the_message_says_that_a_dynamic_scale_that_still_falls_began_too_high(name):
+    scaling, is_at_floor = FLOORS[name]
+    falls = isinstance(scaling, jmpx.DynamicLossScale) and not is_at_floor
+    assert ("if it fell in each of these steps, it began" in message(after(51), scaling)) == falls
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("counts", ["as the scale", "one", "another shape"])
+def test_a_stacked_scale_is_written_as_one_number(size, counts):
+    """As under `jax.pmap`, also over one device."""
+    scales = jnp.array([8.0, 2.0, 4.0, 16.0][:size])
+    scaling = jax.vmap(jmpx.DynamicLossScale)(scales)
+    shape = {"as the scale": (size,), "one": (), "another shape": (3,)}[counts]
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), after(51))
+    expected = scales[0] if counts == "as the scale" or size == 1 else scales.min()
+    assert f"with the loss scale 'dynamic,init={int(expected)}': if it" in message(state, scaling)
+
+
+def test_under_pmap_the_message_is_the_one_of_a_replica(rng):
+    optimizer, params = jmpx.skip_nonfinite(optax.sgd(1e-3)), normal(rng, 1, 3)
+    state, scaling = jax.vmap(optimizer.init)(params), jmpx.DynamicLossScale(2.0**34)
+    scaling = jax.tree.map(lambda x: jnp.asarray(x)[None], scaling)
+
+    @jax.pmap
+    def step(params, state, scaling):
+        loss = lambda w: (w * 3e30).sum()  # noqa: E731
+        grad_fn = jmpx.grad(loss, scaling, policy="f32")
+        scaling, finite, grads = grad_fn(params)
+        params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
+        return params, state, scaling
+
+    for _ in range(4):
+        params, state, scaling = step(params, state, scaling)
+    text = message(state, scaling, max_consecutive=3)
+    assert "Skipped 4 optimizer steps in a row, more than max_consecutive=3, " in text
+    assert "with the loss scale 'dynamic,init=2**30': if it fell in each" in text
+
+
 @pytest.mark.parametrize("shape", [(8,), (2, 3)])
 def test_the_members_of_an_ensemble_that_skip_are_named(shape, rng):
     """Forces of networks, of which some start where float16 overflows at every scale from 1 on."""
