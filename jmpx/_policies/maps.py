@@ -21,7 +21,7 @@ from jmpx._base.dtypes import (
     eight_bits,
     matmul_of,
 )
-from jmpx._base.messages import SAVES, Found, Located, did_you_mean, refuse_value, unknown
+from jmpx._base.messages import SAVES, Found, Located, did_you_mean, refuse_value, such_as, unknown
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts, written
 
 # The fields that a rule may set.
@@ -439,7 +439,7 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
             warn_of(rule, policy_map, "module", end, stacklevel + 1)
         elif seen and not any(rule.matches(cls, path) for cls, path in seen):
             kind = "path" if rule.is_path else "class"
-            warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
+            warn_of(rule, policy_map, kind, nearest(rule, seen), stacklevel + 1)
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
@@ -455,17 +455,38 @@ def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel:
         )
 
 
-def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
-    """Returns the end of a warning, which suggests the nearest class or path to a rule."""
-    paths = sorted({path for _, path in seen})
-    if rule.is_path:  # users may write the last name of a path alone
-        choices = {name: path for path in paths for name in (path, path.rpartition("/")[2]) if name}
-        return did_you_mean(rule.selector.strip("*/"), choices)
-    names = {path.rpartition("/")[2] for path in paths} - {""}
-    classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
-    choices = {name: f"*/{name}" for name in sorted(names)}
-    choices |= {name: name for name in sorted(classes)}
-    return did_you_mean(rule.selector.rpartition(".")[2], choices)
+def nearest(
+    rule: Rule,
+    modules: Iterable[tuple[type, str]],
+    scopes: Iterable[str] = (),
+    operations: Iterable[str] = (),
+) -> str:
+    """Returns the end of a warning: the selector that is nearest to a rule, or some classes.
+
+    What it suggests matches one of the modules, scopes or operations that the program has.
+    """
+    modules = list(modules)
+    paths = sorted({path for _, path in modules}.union(scopes) - {""})
+    word = rule.selector.strip("*/")
+    if any(_matches_path(f"*/{word}", path) for path in paths):  # a path without its beginning
+        return did_you_mean(word, {word: f"*/{word}"})
+    starts = ((path, match.end()) for path in paths for match in re.finditer("^|/", path))
+    choices = {end: f"*/{end}" for end in sorted({path[start:] for path, start in starts})}
+    choices |= {path: path for path in paths if "/" in path}
+    classes = set[str]()
+    if not rule.is_path:
+        word = word.rpartition(".")[2]
+        if word[:1].isupper():  # a class: `LayerNorm` is not meant to be `*/q_norm`
+            choices = {end: each for end, each in choices.items() if end.lower() == word.lower()}
+        classes = {cls.__name__ for cls, _ in modules if is_selector(cls.__name__)}
+        choices |= {name: f"op.{name}" for name in sorted(operations)}
+        bases = {base.__name__ for cls, _ in modules for base in cls.__mro__[:-1]}
+        choices |= {name: name for name in sorted(bases)}
+    choices = {name: each for name, each in choices.items() if is_selector(each)}
+    near = did_you_mean(word, {name.lower(): each for name, each in choices.items()} | choices)
+    if near == "." and classes:
+        return f": select a class that the program has, such as {such_as(word, classes)}."
+    return near
 
 
 class _OnTrial(NamedTuple):

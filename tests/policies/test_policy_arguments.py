@@ -187,12 +187,13 @@ def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32(standard_pro
 OPTIONAL = "; NoSuchNorm?: full; */nowhere/*?: c=f32; op.tanh?: full"
 # A rule that matches nothing -> the end of its warning. <head> is the path of that layer.
 UNUSED = {
-    "NoSuch": " matched no class.",
+    "NoSuch": " matched no class: select a class that the program has, such as '<Net>' or "
+    "'<Linear>'.",
     "<Linear>x": " matched no class; did you mean '<Linear>'?",
     "some.<Linear>x": " matched no class; did you mean '<Linear>'?",
     "head": " matched no class; did you mean '*/head'?",
     "net.haed": " matched no class; did you mean '*/head'?",
-    "*/haed/*": " matched no path; did you mean '<head>'?",
+    "*/haed/*": " matched no path; did you mean '*/head'?",
     "zzz/*": " matched no path.",
     "op.exp": " matched no module, as rules for operations hold by=operations and in "
     "jmpx.autocast alone: leave by out, or write 'op.exp?' where the map is for modules, too.",
