@@ -20,7 +20,7 @@ from jmpx._jaxprs.equations import FOREIGN, flops_of, place_of
 from jmpx._jaxprs.inner import PRODUCTS, is_outer
 from jmpx._jaxprs.marks import Module, module_of
 from jmpx._policies.frameworks import imported_adapters, out_of_sight
-from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, nearest
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, nearest, text_of
 
 # The errors in `core.UNREAD` that `jax.grad` alone raises, too.
 _UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -203,7 +203,7 @@ def unused_rules(
     for rank, rule in enumerate(policy_map.rules):
         if rule.optional:
             continue
-        the_rule = f"rule {str(rule)!r} of policy map {str(policy_map)!r}"
+        the_rule = f"rule {text_of(rule)!r} of policy map {str(policy_map)!r}"
         if rule not in used.rules:
             if not any(rule.matches(*module) for module in modules):
                 near = _near(rule, used, modules, out_of_sight(given))

@@ -211,6 +211,17 @@ class Rule:
         return written({key: getattr(self, key) for key in _FIELDS})
 
 
+def with_text(rule: Rule, text: str) -> Rule:
+    """Notes what the user wrote for a rule: no field, so that a changed copy is without it."""
+    object.__setattr__(rule, "_text", " ".join(text.split()))
+    return rule
+
+
+def text_of(rule: Rule) -> str:
+    """Returns a rule as the user wrote it in a string; one of a mapping in the long form."""
+    return vars(rule).get("_text", str(rule))
+
+
 def is_selector(name: str) -> bool:
     """Whether a rule may have this selector: in a policy map string, it stands before a colon."""
     if re.search(r"[\s=,:;|]", name):
@@ -450,7 +461,7 @@ def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel:
     """
     if not rule.optional:
         warnings.warn(
-            f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
+            f"The rule {text_of(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
             stacklevel=stacklevel + 1,
         )
 

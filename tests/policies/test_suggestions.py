@@ -1,5 +1,8 @@
 """Warnings of rules that matched nothing: what they suggest matches, if a user pastes it."""
 
+import copy
+import dataclasses
+import pickle
 import re
 import warnings
 
@@ -116,3 +119,34 @@ def test_each_suggestion_matches(framework, way):
     pasted = {each for end in ends.values() for each in re.findall(r"'([^']+)'", end)}
     assert len(ends) > 80 and len(pasted) > 10
     assert warned(framework, way, pasted) == {}
+
+
+# A rule in a policy map -> as a warning quotes it.
+WRITTEN = {
+    "Zzzzz: full": "Zzzzz: full",
+    "  Zzzzz  :c=f32 ": "Zzzzz :c=f32",
+    "Zzzzz:\n  float32": "Zzzzz: float32",
+    "*/zzzzz: compute=float32": "*/zzzzz: compute=float32",
+    "op.cosh: c=bf16": "op.cosh: c=bf16",
+}
+
+
+@every_way
+@pytest.mark.parametrize("rule", WRITTEN)
+def test_a_warning_quotes_a_rule_as_it_is_written(rule, way):
+    net = zoo.drawn("nnx", deep, *X.shape)
+
+    def quoted(policy_map):
+        with pytest.warns(UserWarning, match="The rule") as caught:
+            jmpx.apply_policy(net.apply, policy_map)(net.model, X)
+        return {str(warning.message).split("'")[1] for warning in caught}
+
+    policy_map = jmpx.get_policy_map(f"by={way},c=bf16; {rule}")
+    written, long = WRITTEN[rule], str(policy_map.rules[0])
+    copies = policy_map, copy.deepcopy(policy_map), pickle.loads(pickle.dumps(policy_map))
+    for each in (*copies, {"policy": f"by={way},c=bf16", "rules": [rule]}):
+        assert quoted(each) == {written}
+    changed = dataclasses.replace(policy_map.rules[0])
+    for each in (dataclasses.replace(policy_map, rules=(changed,)), policy_map.to_dict()):
+        assert quoted(each) == {long}
+        assert jmpx.get_policy_map(each) == policy_map
