@@ -157,6 +157,8 @@ def apply_policy(
     than the output dtype are widened to it. With `save=products`, in each way, the backward pass
     keeps the results of products alone, see `jmpx.remat`: the function is traced for that.
 
+    A policy has no loss scale: for gradients in float16, take `value_and_grad`.
+
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
             with arguments.
