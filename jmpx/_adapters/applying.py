@@ -30,9 +30,10 @@ from jmpx._base.stateful import (
 from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adapters, out_of_sight
-from jmpx._policies.maps import PolicyMap, warn_of
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
+from jmpx._policies.unused import warn_of
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
 from jmpx._scales.strings import MixedPrecisionLike, policy_map_of

@@ -20,7 +20,8 @@ from jmpx._jaxprs.equations import FOREIGN, flops_of, place_of
 from jmpx._jaxprs.inner import PRODUCTS, is_outer
 from jmpx._jaxprs.marks import Module, module_of
 from jmpx._policies.frameworks import imported_adapters, out_of_sight
-from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, nearest, text_of
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, text_of
+from jmpx._policies.unused import nearest
 
 # The errors in `core.UNREAD` that `jax.grad` alone raises, too.
 _UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)

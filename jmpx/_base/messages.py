@@ -68,14 +68,6 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     return f"; did you mean {known[near[0]]!r}?" if near else "."
 
 
-def such_as(word: str, names: Iterable[str]) -> str:
-    """Returns up to four names, those first that are most like a word: `'a' or 'b'`."""
-    import difflib  # as above
-
-    near = difflib.get_close_matches(word, sorted(names), n=4, cutoff=0)
-    return " or ".join(map(repr, near))
-
-
 def user_stacklevel(*packages: str) -> int:
     """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
 
