@@ -31,9 +31,10 @@ from jmpx._base.trees import PyTree, is_array, is_floating, spell
 from jmpx._jaxprs.gathers import summed_in_float32
 from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adapters, out_of_sight
 from jmpx._policies.map_strings import output_without_effect
-from jmpx._policies.maps import PolicyMap, warn_of
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import computing
+from jmpx._policies.unused import warn_of
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
 from jmpx._scales.strings import MixedPrecisionLike, policy_map_of
@@ -157,6 +158,8 @@ def apply_policy(
     By arguments, and by operations where the policy has `o=`, floating results that are narrower
     than the output dtype are widened to it. With `save=products`, in each way, the backward pass
     keeps the results of products alone, see `jmpx.remat`: the function is traced for that.
+
+    A policy has no loss scale: for gradients in float16, take `value_and_grad`.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate

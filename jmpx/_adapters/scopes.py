@@ -16,9 +16,10 @@ from jmpx._base.trees import PyTree, is_view
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule, warn_unused, with_trial_rules
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule, with_trial_rules
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
+from jmpx._policies.unused import warn_unused
 
 
 class ModuleRecord(NamedTuple):

@@ -427,9 +427,12 @@ def matches_scope(rule: PolicyRule, scope: str) -> bool:
     module = module_of(scope)
     if module is not None:
         return rule.matches(*module)
-    # Users write a scope in a rule without the names that jmpx enters.
-    names = (name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
-    return rule.matches_scope("/".join(names))
+    return rule.matches_scope(written_scope(scope))
+
+
+def written_scope(scope: str) -> str:
+    """Returns a scope as users write it in a rule: without the names that jmpx enters."""
+    return "/".join(name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
 
 
 def _is_one_module(outer: str, scope: str) -> bool:

@@ -11,16 +11,17 @@ import numpy as np
 
 from jmpx._autocast import eight_bits
 from jmpx._autocast.rules import ENTRIES, Operation, is_float32, is_precise, lookup, low_dtype
-from jmpx._autocast.value import FLOAT32, Regions, Used
+from jmpx._autocast.value import FLOAT32, Regions, Used, written_scope
 from jmpx._base.messages import did_you_mean, share_text
 from jmpx._base.trees import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.equations import FOREIGN, flops_of, place_of
 from jmpx._jaxprs.inner import PRODUCTS, is_outer
-from jmpx._jaxprs.marks import Module, module_of, without_marks
+from jmpx._jaxprs.marks import Module, module_of
 from jmpx._policies.frameworks import imported_adapters, out_of_sight
-from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, text_of
+from jmpx._policies.unused import nearest
 
 # The errors in `core.UNREAD` that `jax.grad` alone raises, too.
 _UNDERIVED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -217,12 +218,10 @@ def unused_rules(
     for rank, rule in enumerate(policy_map.rules):
         if rule.optional:
             continue
-        the_rule = f"rule {str(rule)!r} of policy map {str(policy_map)!r}"
+        the_rule = f"rule {text_of(rule)!r} of policy map {str(policy_map)!r}"
         if rule not in used.rules:
             if not any(rule.matches(*module) for module in modules):
-                near, unseen = _near(rule, used, modules), out_of_sight(given)
-                if unseen and not rule.is_operation and near.endswith("."):
-                    near = f"{near[:-1]}: {unseen}."
+                near = _near(rule, used, modules, out_of_sight(given))
                 yield f"The {the_rule} matched no {near}"
             continue
         if _is_without_dtype(rule):
@@ -266,7 +265,7 @@ def _is_without_dtype(rule: PolicyRule) -> bool:
     return name not in ("scan", "while") and name in ENTRIES and ENTRIES[name].everywhere
 
 
-def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
+def _near(rule: PolicyRule, used: Used, modules: set[Module], unseen: str) -> str:
     """Returns the end of a warning: the kind that a rule did not match, and similar names."""
     if rule.is_operation:
         name = rule.selector.removeprefix("op.")
@@ -280,19 +279,6 @@ def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
         if ran != "." or name in ENTRIES:
             return f"operation{ran}"
         return f"operation{did_you_mean(name, {n: f'op.{n}' for n in sorted(ENTRIES)})}"
-    known = _by_name(used.scopes, modules, rule.is_path)
-    known |= {name: f"op.{name}" for name in used.operations if not rule.is_path}
-    near = did_you_mean(rule.selector.strip("*/"), known)
-    return f"{'module or scope' if modules else 'scope'}{near}"
-
-
-def _by_name(scopes: Iterable[str], modules: Iterable[Module], is_glob: bool) -> dict[str, str]:
-    """Returns selectors that would match something, by the names that a user may write for them."""
-    paths = {without_marks(scope) for scope in scopes} - {""}
-    if is_glob:
-        paths |= {module.path for module in modules}
-        classes = set[str]()
-    else:
-        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
-    last = {path.rpartition("/")[2]: path for path in sorted(paths)}
-    return {name: name for name in (*sorted(classes), *sorted(paths))} | last
+    kind = "module or scope" if modules else "scope"
+    near = nearest(rule, modules, map(written_scope, used.scopes), used.operations)
+    return f"{kind}: {unseen}." if unseen and not near.startswith(";") else f"{kind}{near}"

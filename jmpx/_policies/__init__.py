@@ -4,8 +4,9 @@ The values:
 
 - `policy.py`: a `Policy`, three dtypes and two more precisions, with the casts to them.
 - `maps.py`: a `Rule` for the parts of a model that a selector matches; a `PolicyMap`, which is a
-  default policy, rules and the way to apply them; warnings of rules that matched nothing; rules on
-  trial, which reports add when they trace a program again.
+  default policy, rules and the way to apply them; rules on trial, which reports add when they
+  trace a program again.
+- `unused.py`: warnings of rules that matched nothing, and what they suggest.
 
 The grammar of strings and nested mappings; each value knows its place, for error messages:
 

@@ -22,7 +22,7 @@ from jmpx._base.messages import (
     unknown,
     whole_text,
 )
-from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector
+from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike, Rule, is_selector, with_text
 from jmpx._policies.policy import Policy, of_jmp
 from jmpx._policies.strings import (
     BARE,
@@ -249,7 +249,7 @@ def _parse_rule(part: Text) -> Rule:
         )
     name, optional = _read_selector(selector)
     fields = parse_fields(policy, ("compute",), _RULE_KEYS)
-    return Rule(name, **fields, optional=optional)
+    return with_text(Rule(name, **fields, optional=optional), part.value)
 
 
 def _rule_of(entries: list[Entry], found: Found) -> Rule:

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jmpx._base.dtypes import (
     eight_bits,
     matmul_of,
 )
-from jmpx._base.messages import SAVES, Found, Located, did_you_mean, refuse_value, unknown
+from jmpx._base.messages import SAVES, Found, Located, refuse_value, unknown
 from jmpx._policies.policy import Policy, PolicyLike, given_fields, overrides_casts, written
 
 # The fields that a rule may set.
@@ -124,7 +123,7 @@ class Rule:
         if self.is_operation:
             return False
         if self.is_path:
-            return _matches_path(self.selector, path)
+            return matches_path(self.selector, path)
         return any(_matches_class(self.selector, base) for base in cls.__mro__)
 
     def matches_scope(self, scope: str) -> bool:
@@ -136,7 +135,7 @@ class Rule:
         if self.is_operation:
             return False
         if self.is_path:
-            return _matches_path(self.selector, scope)
+            return matches_path(self.selector, scope)
         return f".{scope.rpartition('/')[2]}".endswith(f".{self.selector}")
 
     def resolve(self, default: Policy, surrounding: Policy | None) -> Policy:
@@ -211,6 +210,17 @@ class Rule:
         return written({key: getattr(self, key) for key in _FIELDS})
 
 
+def with_text(rule: Rule, text: str) -> Rule:
+    """Notes what the user wrote for a rule: no field, so that a changed copy is without it."""
+    object.__setattr__(rule, "_text", " ".join(text.split()))
+    return rule
+
+
+def text_of(rule: Rule) -> str:
+    """Returns a rule as the user wrote it in a string; one of a mapping in the long form."""
+    return vars(rule).get("_text", str(rule))
+
+
 def is_selector(name: str) -> bool:
     """Whether a rule may have this selector: in a policy map string, it stands before a colon."""
     if re.search(r"[\s=,:;|]", name):
@@ -218,7 +228,8 @@ def is_selector(name: str) -> bool:
     return "/" in name or "*" in name or _CLASS.fullmatch(name) is not None
 
 
-def _matches_path(glob: str, path: str) -> bool:
+def matches_path(glob: str, path: str) -> bool:
+    """Whether a glob matches the whole path, to either end of which a slash may be added."""
     whole = f"/{path}/"
     return any(map(_pattern(glob).fullmatch, (path, whole, whole[1:], whole[:-1])))
 
@@ -421,51 +432,6 @@ class PolicyMap:
 
 # What `get_policy_map` takes.
 PolicyMapLike: TypeAlias = PolicyLike | PolicyMap
-
-
-def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
-    """Warns of each rule that matched no module of an adapter, and suggests the nearest selector.
-
-    `seen` has the class and path of every module that asked for its policy. If there is none, only
-    rules for operations are reported, because only autocast follows those.
-    """
-    seen = list(seen)
-    for rule in policy_map.rules:
-        if rule.is_operation:
-            end = (
-                ", as rules for operations hold by=operations and in jmpx.autocast alone: leave by "
-                f"out, or write '{rule.selector}?' where the map is for modules, too."
-            )
-            warn_of(rule, policy_map, "module", end, stacklevel + 1)
-        elif seen and not any(rule.matches(cls, path) for cls, path in seen):
-            kind = "path" if rule.is_path else "class"
-            warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
-
-
-def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
-    """Warns that a rule of a policy map matched nothing, unless the rule is optional.
-
-    `kind` names the missing match, such as "class"; `near` ends the message, and suggests another
-    selector; `stacklevel` is the one that the caller would give to `warnings.warn`.
-    """
-    if not rule.optional:
-        warnings.warn(
-            f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
-    """Returns the end of a warning, which suggests the nearest class or path to a rule."""
-    paths = sorted({path for _, path in seen})
-    if rule.is_path:  # users may write the last name of a path alone
-        choices = {name: path for path in paths for name in (path, path.rpartition("/")[2]) if name}
-        return did_you_mean(rule.selector.strip("*/"), choices)
-    names = {path.rpartition("/")[2] for path in paths} - {""}
-    classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
-    choices = {name: f"*/{name}" for name in sorted(names)}
-    choices |= {name: name for name in sorted(classes)}
-    return did_you_mean(rule.selector.rpartition(".")[2], choices)
 
 
 class _OnTrial(NamedTuple):

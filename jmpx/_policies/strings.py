@@ -71,10 +71,8 @@ _NO_RULES = (
     "jmpx.apply_policy, policy= of the gradient functions, jmpx.autocast, the policies and "
     "with_policies of the adapters, and jmpx.flags.DEFINE_policy_map"
 )
-NO_LOSS_SCALE = (
-    "policies and policy maps have no loss scale, so give the whole to jmpx.get_mixed_precision, "
-    "which takes both, from a mapping as 'policy' and 'loss_scale'"
-)
+_WHOLE = "policies and policy maps have no loss scale, so give the whole to"
+NO_LOSS_SCALE = f"{_WHOLE} jmpx.get_mixed_precision, which returns .policy_map and .loss_scale"
 _NO_HOW = (
     "how a policy is applied stands in the default part of a policy map, the one without a "
     "selector, which jmpx.apply_policy and the gradient functions take"
@@ -95,7 +93,7 @@ ELSEWHERE = {
         "one in which they compute, compute= here",
     ),
     "rules": _NO_RULES,
-    "loss_scale": NO_LOSS_SCALE,
+    "loss_scale": f"{_WHOLE} jmpx.get_mixed_precision, under the keys 'policy' and 'loss_scale'",
     "policy": "write the keys of the policy themselves, as {'compute': 'bfloat16'}",
     **dict.fromkeys(HOW, _NO_HOW),
     **dict.fromkeys(("r", "reduce"), _NO_REDUCE),

@@ -411,3 +411,48 @@ def test_state_of_float8_layers_comes_as_it_is_or_is_refused(policy):
     ):
         with pytest.raises(ValueError, match="new state of a float8 layer of Flax at .*amax_hist"):
             jmpx.grad(loss, scaling, policy=policy, **options)(params, x)
+
+
+# Tied embeddings: what docs/language_models.md and docs/findings.md say of rules for the logits.
+
+
+class Tied(nn.Module):
+    def setup(self):
+        self.embed, self.dense = nn.Embed(64, 8), nn.Dense(8)
+
+    def __call__(self, tokens):
+        h = self.embed(tokens)
+        return self.embed.attend(h + self.dense(h))
+
+
+class TiedNNX(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(64, 8, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        h = self.embed(tokens)
+        return self.embed.attend(h + self.dense(h))
+
+
+@pytest.mark.parametrize(
+    "policy, frameworks, residual",
+    [
+        ("c=bf16; */embed.attend: product=f32", "linen", BF16),
+        ("c=bf16; Embed: product=f32", "linen nnx", F32),
+        ("by=modules,c=bf16; Embed: product=f32", "linen nnx", F32),
+    ],
+)
+def test_rules_for_the_logits_of_tied_embeddings(policy, frameworks, residual):
+    tokens = jnp.zeros((2, 3), int)
+    for framework in frameworks.split():
+        model = TiedNNX() if framework == "nnx" else Tied()
+        variables = model if framework == "nnx" else model.init(jax.random.key(0), tokens)
+        f = (lambda m, t: m(t)) if framework == "nnx" else model.apply
+        applied = jmpx.apply_policy(f, policy)
+        eqns = equations_of(lambda t, f=applied, v=variables: f(v, t), tokens)
+        products = [eqn.outvars[0].aval for eqn in eqns if eqn.primitive.name == "dot_general"]
+        logits = [aval.dtype for aval in products if aval.shape[-1] == 64]
+        assert logits == [F32] and BF16 in [aval.dtype for aval in products]
+        sums = [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "add"]
+        assert (F32 in sums) is (residual == F32)  # the bias, and the residual stream

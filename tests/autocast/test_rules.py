@@ -168,7 +168,7 @@ def test_what_is_near_is_found_inside_of_inner_functions():
         with pytest.warns(UserWarning) as record:
             trace(f, jnp.ones((2, 2)))
         scope, operation = [str(warning.message) for warning in record]
-        assert "matched no scope; did you mean 'encoder/attention'?" in scope
+        assert "matched no scope; did you mean '*/attention'?" in scope
         assert "matched no operation; did you mean 'op.tanh'?" in operation
 
 
@@ -178,7 +178,7 @@ def test_a_class_in_a_function_that_jax_has_traced_before_is_no_unused_rule():
     jitted = jax.jit(apply)
     used, unused = (jmpx.autocast(jitted, f"c=bf16; {of}: full") for of in ("HaikuInner", "*/iner"))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="did you mean 'haiku_net/block/inner'"):
+        with pytest.warns(UserWarning, match="did you mean '\\*/inner'"):
             trace(unused, model, x)
         trace(used, model, x)
 

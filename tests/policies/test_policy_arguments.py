@@ -228,12 +228,13 @@ def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32(standard_pro
 OPTIONAL = "; NoSuchNorm?: full; */nowhere/*?: c=f32; op.tanh?: full"
 # A rule that matches nothing -> the end of its warning. <head> is the path of that layer.
 UNUSED = {
-    "NoSuch": " matched no class.",
+    "NoSuch": " matched no class: select a class that the program has, such as '<Net>' or "
+    "'<Linear>'.",
     "<Linear>x": " matched no class; did you mean '<Linear>'?",
     "some.<Linear>x": " matched no class; did you mean '<Linear>'?",
     "head": " matched no class; did you mean '*/head'?",
     "net.haed": " matched no class; did you mean '*/head'?",
-    "*/haed/*": " matched no path; did you mean '<head>'?",
+    "*/haed/*": " matched no path; did you mean '*/head'?",
     "zzz/*": " matched no path.",
     "op.exp": " matched no module, as rules for operations hold by=operations and in "
     "jmpx.autocast alone: leave by out, or write 'op.exp?' where the map is for modules, too.",
@@ -247,12 +248,13 @@ def test_rules_that_match_nothing_are_warned_of_each_time(framework):
     text = f"c=bf16; <Linear>: full; object: o=bf16{OPTIONAL}; {rules}"
     policy_map = jmpx.get_policy_map(words(framework, text))
     before = pickle.dumps(policy_map), vars(policy_map).copy()
-    expected = [
-        f"The rule '{selector}: compute=float32' of policy map {str(policy_map)!r}{end}"
-        for selector, end in UNUSED.items()
-    ]
-    expected = [words(framework, each) for each in expected]
-    for given in (policy_map, policy_map.to_dict()):  # a used map is what it was, and warns again
+    # A used map is what it was, and warns again.
+    for given, full in ((policy_map, "full"), (policy_map.to_dict(), "compute=float32")):
+        expected = [
+            f"The rule '{selector}: {full}' of policy map {str(policy_map)!r}{end}"
+            for selector, end in UNUSED.items()
+        ]
+        expected = [words(framework, each) for each in expected]
         assert warnings_of(run, framework, given) == expected
         assert (pickle.dumps(policy_map), vars(policy_map)) == before
 
@@ -267,7 +269,7 @@ def test_optional_rules_hold(framework):
 
 @pytest.mark.parametrize("policies", [jmpx.haiku.policies, jmpx.flax.policies])
 def test_rules_for_operations_are_warned_of_where_no_module_ran_too(policies):
-    with pytest.warns(UserWarning, match="'op.exp: compute=float32'") as caught:
+    with pytest.warns(UserWarning, match="'op.exp: full'") as caught:
         with policies("c=bf16; op.exp: full; Linear: full"):
             pass
     (warning,) = [w for w in caught if "The rule" in str(w.message)]  # of Linear nothing is known
