@@ -315,10 +315,6 @@ SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 SHARDY = "xla.sdy."
 
 
-# How often a loop runs, if the compiler knows.
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
-
 class _Run:
     """One evaluation of a module."""
 
@@ -410,9 +406,8 @@ class _Run:
             del self.found[before:]
             state = after
         self._called(one, condition, [state])
-        if known := _TRIPS.search(one.rest):
-            trips = int(known[1])
-        else:
+        trips = one.trips
+        if trips is None:
             trips = self._trips(condition, initial, state, returned)
         for index, each in enumerate(self.found[before:], before):
             each = each._replace(in_while=True) if trips is None else each

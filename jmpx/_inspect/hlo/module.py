@@ -15,6 +15,7 @@ _OPERAND = re.compile(r"(%[\w.-]+)((?:#\d+)*)")
 # The attributes of an instruction: strings, lists such as `{%a, %b}`, or words. Those in braces, as
 # in `metadata={op_name="f"}`, are read like the others.
 _ATTRIBUTE = re.compile(r"""\b(\w+)=("(?:[^"\\]|\\.)*"|\{[^{}"=]*\}|[^\s,{}"]+)""")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = (
     "condition body branch_computations true_computation false_computation calls to_apply".split()
 )
@@ -65,6 +66,12 @@ class Instruction:
     def key(self) -> str:
         """Its name in the module, where two computations may use one name."""
         return self.computation + self.name
+
+    @property
+    def trips(self) -> int | None:
+        """How often it runs the body of a loop, if the compiler knows."""
+        found = _TRIPS.search(self.rest)
+        return int(found[1]) if found else None
 
     @property
     def target(self) -> str:
