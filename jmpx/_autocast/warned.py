@@ -192,9 +192,12 @@ def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[s
 
 
 def overriding_classes(policy_map: PolicyMap, used: Used, by: str) -> Iterator[str]:
-    """Yields a warning of the classes that run in 16 bits by their own policies, if there are."""
+    """Yields a warning of the classes that run in 16 bits by their own policies, if there are.
+
+    `"full"` alone, which casts nothing, is how a program leaves the casts to its classes.
+    """
     found = sorted((cls.__name__, str(own), str(said)) for cls, own, said in used.overriding)
-    if found:
+    if found and not (policy_map.default.compute_dtype == FLOAT32 and not policy_map.rules):
         runs = " and ".join(f"{name} in {own} in place of {said}" for name, own, said in found)
         calls = " and ".join(f"jmpx.set_policy({name}, ...)" for name in {n: 0 for n, *_ in found})
         write = "use jmpx.apply_policy with" if by == "jmpx.autocast" else "write"
