@@ -127,7 +127,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
             of them. None is for leaves that each device has whole: they are only cast.
 
     Returns:
-        The same tree: leaves are as many times as long along `axis` as there are devices, and the
+        The same tree, whose leaves are as many times as long along `axis` as there are devices, and the
         floating ones are in the compute dtype.
 
     Raises:

@@ -330,7 +330,7 @@ class PolicyMap:
 
     @property
     def way(self) -> str:
-        """How the map is applied: "arguments", "modules" or "operations".
+        """The way in which the map is applied, `"arguments"`, `"modules"` or `"operations"`.
 
         That is `by`. Without `by`, it is operations, or arguments for a subclass of `Policy` that
         overrides casts, because no other way calls these.

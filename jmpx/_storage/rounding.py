@@ -141,7 +141,7 @@ def split_master(tree: T) -> tuple[T, PyTree]:
         tree: any pytree whose floating leaves are float32: JAX and NumPy arrays and scalars.
 
     Returns:
-        Two trees of the same structure: the high halves, in bfloat16, and the low ones, in uint16.
+        Two trees of the same structure, the high halves, in bfloat16, and the low ones, in uint16.
         A leaf that is not floating passes untouched into the first, and is None in the second.
 
     Raises:

@@ -52,7 +52,7 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             (`jmpx.set_policy`), before which its rules go.
 
     Returns:
-        The view, whose node types are subclasses: compute with it, and return or store the model.
+        The view, whose node types are subclasses. Compute with it, and return or store the model.
         A view under the same policy map, or a part of one, is returned as it is.
 
     Raises:

@@ -89,7 +89,7 @@ class Blame(Report):
 
     @property
     def explained(self) -> float:
-        """The sum of the shares: near 1 if roundings are independent and first order."""
+        """The sum of the shares, near 1 if roundings are independent and first order."""
         return sum(row.share for row in self.rows)
 
     def check(self, at_most: float) -> Self:
