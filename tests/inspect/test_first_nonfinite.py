@@ -440,6 +440,16 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     assert look(step)(PARAMS, lower, X) is None
 
 
+@pytest.mark.parametrize("scales", [[2.0**18], [2.0**10, 2.0**18, 2.0**12]])
+def test_a_stack_of_scales_is_lowered_as_one_is(scales):
+    scales = jnp.array(scales)
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * len(scales)), tree)  # noqa: E731
+    stacked = jax.vmap(jmpx.DynamicLossScale)(scales), stack(X)
+    found = find(jax.vmap(step), stack(PARAMS), *stacked)
+    one = find(step, PARAMS, jmpx.DynamicLossScale(scales.max()), X)
+    assert (found.rule, found.cause, found.loss_scale) == (one.rule, one.cause, one.loss_scale)
+
+
 def test_a_large_scale_is_found_beside_a_model(rng):
     x = normal(rng, 2, 3)
     net = zoo.build("nnx", zoo.mlp, x, rng=rng)
