@@ -61,6 +61,7 @@ class Blamed(NamedTuple):
     is_measured: bool  # by two runs: it alone rounds, it alone does not; else it is first order
     rule: str  # a rule that was checked to select it, and puts it into float32; empty without one
     edit: str = ""  # the line to write around `place`, so that the rule selects it
+    moves: float = 0.0  # the share of the FLOPs of 16-bit products that the rule puts into float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +167,13 @@ class Blame(Report):
     def _blocks(self) -> Iterator[str | Table]:
         over = "" if self.batches == 1 else f", over {self.batches} batches"
         yield f"Error of {self.title}: {error_text(self.error)}{over}"
-        cells = [["", "share", "error", "most of it", "line", "rule"]]
+        cells = [["", "share", "error", "most of it", "line", "moves", "rule"]]
         for row in self.rows:
             share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
             numbers = (share + "*" * row.is_measured, error_text(row.error))
-            cells.append([row.name, *numbers, row.operation, str(row.place or ""), row.rule])
-        yield Table(cells, (1, 2), _ROWS)
+            rule = (share_text(row.moves, 1) if row.rule else "", row.rule)
+            cells.append([row.name, *numbers, row.operation, str(row.place or ""), *rule])
+        yield Table(cells, (1, 2, 5), _ROWS)
         yield "\n".join(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -416,7 +418,8 @@ def _rows(
         policy = "product=f32" if is_of_products else "full"
         rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
         source = (worst.name, worst.place, sum(sizes[site] for site in sites))
-        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule, edit))
+        mended = (rule, edit, _moves(graph, nodes, worst, rule, edit) if rule else 0.0)
+        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, *mended))
     return sorted(rows, key=lambda row: -row.share)
 
 
@@ -440,6 +443,21 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
         return "", ""
     name = name_of_line(place)
     return f"*/{name}: full", f'with jax.named_scope("{name}"):'
+
+
+def _moves(graph: Graph, nodes: Sequence[Node], worst: Node, text: str, edit: str) -> float:
+    """Returns the share of FLOPs that a rule for a row puts into float32, the modules inside, too.
+
+    With `product=f32`, products stay in 16 bits: only what they add up is in float32.
+    """
+    rule, mapped_by = parse_rule(text), graph.program.mapped_by
+    by_operations = graph.program.uses_autocast or not mapped_by
+    if rule.product is not None:
+        return 0.0
+    chosen = {s for s in {node.scope for node in nodes} if selects(rule, s, by_operations)}
+    is_moved = lambda n: n.place == worst.place if edit else n.scope in chosen  # noqa: E731
+    moved, flops = (sum(n.flops for n in each) for each in (filter(is_moved, nodes), nodes))
+    return moved / flops if flops else 0.0
 
 
 # --- Lines as scopes, for programs that have none: as if each line stood in a named scope ---
