@@ -14,8 +14,16 @@ from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
 from jmpx._inspect.graph import Graph, Node, Value, before
-from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.running import is_low, is_narrow, run_widened, scale_text, widened, with_arrays
+from jmpx._inspect.programs import Program, name_of, traced_program
+from jmpx._inspect.running import (
+    is_low,
+    is_narrow,
+    progress,
+    run_widened,
+    scale_text,
+    widened,
+    with_arrays,
+)
 from jmpx._inspect.text import refuse_arguments
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.equations import place_of
@@ -73,7 +81,8 @@ def first_nonfinite(
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        return found_in(traced_program(fn, args, kwargs, purpose=RUN))
+        with progress(f"looking for the first infinity or NaN of {name_of(fn)}", None):
+            return found_in(traced_program(fn, args, kwargs, purpose=RUN))
 
     return run
 
