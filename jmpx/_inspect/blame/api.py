@@ -171,8 +171,8 @@ class Blame(Report):
         for row in self.rows:
             share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
             numbers = (share + "*" * row.is_measured, error_text(row.error))
-            rule = (share_text(row.moves, 1) if row.rule else "", row.rule)
-            cells.append([row.name, *numbers, row.operation, str(row.place or ""), *rule])
+            moves = share_text(row.moves, 1) if row.rule else ""
+            cells.append([row.name, *numbers, row.operation, str(row.place or ""), moves, row.rule])
         yield Table(cells, (1, 2, 5), _ROWS)
         yield "\n".join(self._notes())
 
@@ -417,9 +417,9 @@ def _rows(
         is_of_products = graph.program.uses_autocast and products > sum(found.sites[sites]) / 2
         policy = "product=f32" if is_of_products else "full"
         rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
-        source = (worst.name, worst.place, sum(sizes[site] for site in sites))
-        mended = (rule, edit, _moves(graph, nodes, worst, rule, edit) if rule else 0.0)
-        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, *mended))
+        moves = _moves(graph, nodes, worst, rule, edit) if rule.endswith("full") else 0.0
+        source = (worst.name, worst.place, sum(sizes[i] for i in sites), number in found.direct)
+        rows.append(Blamed(name, share, part**0.5, *source, rule, edit, moves))
     return sorted(rows, key=lambda row: -row.share)
 
 
@@ -446,18 +446,11 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
 
 
 def _moves(graph: Graph, nodes: Sequence[Node], worst: Node, text: str, edit: str) -> float:
-    """Returns the share of FLOPs that a rule for a row puts into float32, the modules inside, too.
-
-    With `product=f32`, products stay in 16 bits: only what they add up is in float32.
-    """
-    rule, mapped_by = parse_rule(text), graph.program.mapped_by
-    by_operations = graph.program.uses_autocast or not mapped_by
-    if rule.product is not None:
-        return 0.0
-    chosen = {s for s in {node.scope for node in nodes} if selects(rule, s, by_operations)}
+    """Returns the share of the FLOPs of products that a rule moves to float32."""
+    way = graph.program.uses_autocast or not graph.program.mapped_by
+    chosen = {s for s in {n.scope for n in nodes} if selects(parse_rule(text), s, way)}
     is_moved = lambda n: n.place == worst.place if edit else n.scope in chosen  # noqa: E731
-    moved, flops = (sum(n.flops for n in each) for each in (filter(is_moved, nodes), nodes))
-    return moved / flops if flops else 0.0
+    return sum(n.flops for n in filter(is_moved, nodes)) / (sum(n.flops for n in nodes) or 1)
 
 
 # --- Lines as scopes, for programs that have none: as if each line stood in a named scope ---
