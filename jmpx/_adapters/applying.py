@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._adapters.function_casts import refuse_set
-from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
+from jmpx._base.contexts import MARKED, Context, casts_watched, entered, fact, parameters_rounded
 from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.messages import casts_noted, check_runs_at_once, describe, user_stacklevel, warn
 from jmpx._base.stateful import (
@@ -33,7 +33,7 @@ from jmpx._policies.frameworks import Creation, call_with_proxies, imported_adap
 from jmpx._policies.map_strings import output_without_effect
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
-from jmpx._policies.registry import computing
+from jmpx._policies.registry import call_marked, computing, markers
 from jmpx._policies.unused import warn_of
 from jmpx._remat.remat import run_saved
 from jmpx._remat.saving import get_saving
@@ -310,6 +310,8 @@ class Application(NamedTuple):
             casts = stack.enter_context(parameters_rounded(rounded))
             for adapter in imported_adapters():
                 stack.enter_context(adapter.noted_casts())
+            if fact(MARKED):
+                pure.invoke = lambda fn, *args, **kwargs: call_marked(None, _all, fn, args, kwargs)
             result, updates = pure(state, *inputs, **keywords)
             updates = refuse_set(pure, state, inputs, keywords, updates)
         if casts:
@@ -339,6 +341,7 @@ class Application(NamedTuple):
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))
             views = [*filter(None, (each.views(followed, pure.objects) for each in adapters))]
+            views = [*(markers(_all) if fact(MARKED) else ()), *views]
             pure.invoke = lambda fn, *args, **kwargs: call_with_proxies(
                 views, fn, args, kwargs, self.uncast.exempt
             )
@@ -384,6 +387,10 @@ class Application(NamedTuple):
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         result, updates = run(pure, state, args, kwargs, is_loss=True)
         return _widened(policy, result) if policy_map.writes_output else result, updates
+
+
+def _all(cls: type, path: str) -> bool:
+    return True  # all modules mark their calls
 
 
 def _widened(policy: Policy, result: PyTree) -> PyTree:

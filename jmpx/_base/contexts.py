@@ -55,9 +55,11 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
-# Topics of facts: the policies of autocast, and for what a tool of `jmpx.inspect` traces.
+# Topics of facts: the policies of autocast, for what a tool of `jmpx.inspect` traces, and whether
+# it has all modules mark their calls, those that are made inside of the function, too.
 AUTOCAST = "autocast traces"
 INSPECTED = "a tool traces"
+MARKED = "all modules mark their calls"
 # The values of the second one: to look at the program, maybe for another chip; to run it here and
 # round as it says; to measure numbers, which products in 8 bits would scale.
 SHOWN, RUN, MEASURED = "shown", "run", "measured"

@@ -150,10 +150,14 @@ class Comparison(Report):
         both, alone = count_text(len(self.rows), "output"), len(self.unpaired)
         yield f"Comparison of {self.title}: {both} of both, {alone} of one alone"
         table = [["scope", "dtypes", "error", "in float32", ""]]
-        for row in self.rows:
+        names = [row.scope + ", backward" * row.is_backward for row in self.rows]
+        lines = [f", line {row.place.line}" if row.place else "" for row in self.rows]
+        for told in (lines, [f", {count_text(row.size, 'number')}" for row in self.rows]):
+            pairs = zip(names, told, strict=True)  # what tells rows of one name apart
+            names = [name + more * (names.count(name) > 1) for name, more in pairs]
+        for name, row in zip(names, self.rows, strict=True):
             dtypes = " / ".join(map(short_names, dict.fromkeys(row.dtypes)))
             errors = map(error_text, (row.error, row.in_float32))
-            name = row.scope + ", backward" * row.is_backward
             table.append([name, dtypes, *errors, "" if row.error <= self.band else "<"])
         yield Table(table, right=(2, 3))
         if (first := self.first()) is not None:
@@ -400,7 +404,7 @@ def compare(
                 "same names."
             )
         return Comparison(
-            f"{name} and {other}",
+            f"{name} and {other}{' (the candidate)' * (name == other)}",
             float(band),
             tuple(map(_compared, pairs)),
             (*_unpaired(alone[0], "reference"), *_unpaired(alone[1], "candidate")),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
-from jmpx._base.contexts import INSPECTED, SHOWN, fact_set
+from jmpx._base.contexts import INSPECTED, MARKED, SHOWN, fact_set
 from jmpx._base.messages import describe
 from jmpx._base.stateful import split
 from jmpx._base.trees import PyTree, is_floating, is_traceable
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
     fn: Callable[..., PyTree]
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
-    marks_objects: bool = True  # whether modules in the arguments mark their calls
+    marks: int = 2  # modules mark their calls: 2: all, 1: in functions under a policy, 0: by rules
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
     purpose: str = SHOWN  # of the trace; see `contexts.INSPECTED`
     with_state: bool = False  # whether the state of NNX objects is an input and a result
@@ -107,25 +107,27 @@ def traced_program(
     is_loss = None if with_gradient else False
     # A module that marks its calls is of another class. So the function cannot join it with a part
     # of the module that it closes over, as `eqx.combine` would.
-    with contextlib.suppress(TypeError, ValueError):
-        return _traced_program(call, is_loss)
-    return _traced_program(call._replace(marks_objects=False), is_loss)
+    for marks in (2, 1):
+        with contextlib.suppress(TypeError, ValueError):
+            return _traced_program(call._replace(marks=marks), is_loss)
+    return _traced_program(call._replace(marks=0), is_loss)
 
 
 def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Program:
     """Traces a step as it is; its first inputs and last results are the states of NNX objects."""
-    return _traced_program(_Call(step, args, {}, marks_objects=False, with_state=True), False)
+    return _traced_program(_Call(step, args, {}, marks=0, with_state=True), False)
 
 
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     """Traces a function, with its gradient if it is a loss; with None it finds out."""
 
     def marked(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return call_marked(None, lambda cls, path: call.marks_objects, fn, args, kwargs)
+        return call_marked(None, lambda cls, path: call.marks > 1, fn, args, kwargs)
 
     arguments = (call.fn, *call.args), call.kwargs
     with (
         fact_set(INSPECTED, call.purpose),
+        fact_set(MARKED, call.marks > 0),
         listening() as sessions,
         trial_rules(call.rules) as mapped_by,
         split(marked, *arguments) as (pure, state, args, kwargs),

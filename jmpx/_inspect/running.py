@@ -69,15 +69,16 @@ _SHOWS_AFTER = 1.0  # seconds
 def progress(what: str, total: int | None) -> Iterator[Advance]:
     """Yields a function that advances a bar by one; the total may be unknown.
 
-    The bar shows after a second, also if it has not advanced, as in a long compile. Without tqdm
-    it is a line on the standard error. A line, which the function may be given, is written at once.
+    The bar shows after a second, also if it has not advanced, as in a long compile. Without tqdm,
+    or where the standard error is no terminal, it is a line. A line, which the function may be
+    given, is written at once.
     """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    # Not in the handler: tracebacks of the report would show the ImportError.
-    bar = tqdm and tqdm(desc=what, total=total, leave=False, delay=2 * _SHOWS_AFTER)
+    bar = None
+    if sys.stderr is not None and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            bar = tqdm(desc=what, total=total, leave=False, delay=2 * _SHOWS_AFTER)
 
     def show() -> None:
         if bar is None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jmpx._base.contexts import (
     AUTOCAST,
+    MARKED,
     Context,
     catch_up,
     entered,
@@ -27,6 +28,7 @@ from jmpx._base.trees import PyTree
 from jmpx._jaxprs.marks import Module, full_precision, in_module, is_marking, marking, selecting
 from jmpx._policies.frameworks import (
     ClassPolicies,
+    Proxies,
     adapters_of,
     call_with_proxies,
     imported_adapters,
@@ -383,10 +385,10 @@ def marking_calls(policy_map: PolicyMap, seen: set[Module]) -> Callable[..., PyT
 
     def matches(cls: type, path: str) -> bool:
         seen.add(Module(cls, path))
-        return _selects(policy_map, cls, path)
+        return bool(fact(MARKED)) or _selects(policy_map, cls, path)
 
     def call(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
-        if _is_for_modules(policy_map):
+        if fact(MARKED) or _is_for_modules(policy_map):
             return call_marked(policy_map, matches, fn, args, kwargs)
         with marked_calls(policy_map):
             return fn(*args, **kwargs)
@@ -406,7 +408,10 @@ def call_marked(
     Modules in the function and in its arguments do so if their class and path match, modules that
     are made inside always. See also `marked_calls`.
     """
-    made = (adapter.marker(matches) for adapter in imported_adapters())
-    markers = [marker for marker in made if marker is not None]
     with marked_calls(policy_map):
-        return call_with_proxies(markers, fn, args, kwargs)
+        return call_with_proxies(markers(matches), fn, args, kwargs)
+
+
+def markers(matches: Callable[[type, str], bool]) -> list[Proxies]:
+    """Returns proxies with which modules mark their calls if their class and path match."""
+    return [*filter(None, (adapter.marker(matches) for adapter in imported_adapters()))]

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -214,3 +215,37 @@ def test_each_product_is_in_its_module_and_its_rule_selects_no_other(framework, 
     assert [each.scope for each in findings] == paths
     policy = "; ".join([policy, *(each.rule for each in findings[::2])])
     assert [each.scope for each in wide(policy)] == paths[1::2]
+
+
+POLICIES = ["c=bf16", "c=bf16; */head: full", "by=modules,c=bf16", "by=arguments,c=bf16"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("framework", zoo.FRAMEWORKS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_jitted_step_that_makes_the_model_names_its_modules(framework, policy):
+    x = jnp.ones((2, 3))
+    net = zoo.build(framework, zoo.mlp, x)
+    loss = lambda model, x: jnp.mean(net.apply(model, x) ** 2)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(net.model)
+    if framework == "nnx":
+        graph, state = nnx.split(net.model)
+        leaves, make = state, lambda state: nnx.merge(graph, state)
+    elif framework == "equinox":
+        leaves, static = eqx.partition(net.model, eqx.is_array)
+        make = lambda leaves: eqx.combine(leaves, static)  # noqa: E731
+    else:
+        make = treedef.unflatten
+
+    @jax.jit
+    def step(leaves, x):
+        return jmpx.value_and_grad(loss, jmpx.NoOpLossScale(), policy=policy)(make(leaves), x)
+
+    def paths(fn, *args):
+        scopes = jmpx.inspect.audit(fn)(*args).scopes
+        return {(scope.path, scope.flops) for scope in scopes if scope.module}
+
+    names = paths(jmpx.apply_policy(loss, policy), net.model, x)
+    assert any(path.endswith("head") for path, _ in names)
+    assert paths(step, leaves, x) == names

@@ -211,3 +211,15 @@ def test_the_report(rng, tmp_path):
     assert "before" in lines[0]
     assert any(line.startswith("layer0") for line in lines)
     assert better.diff(report) == better.diff(data)
+
+
+def test_a_row_tells_what_its_rule_moves(rng):
+    """The rule of a module takes the modules inside, whose roundings are in rows of their own."""
+    linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    batches = [(drawn_model(Model(Cancelling(linear), linear), rng), normal(rng, 16, 8))]
+    rows = blame(in_modules, "by=modules,c=bf16")(*batches).rows
+    rules = {row.rule: row.moves for row in rows if row.rule}
+    assert rows[0].rule == "*/first: full" and rules.pop("*/first: full") == pytest.approx(0.4)
+    assert rules == pytest.approx({"first/linear: full": 0.4, "*/head: full": 0.6})
+    first = blame(in_modules, "c=bf16")(*batches).rows[0]
+    assert (first.rule, first.moves) == ("*/far: full", 0)

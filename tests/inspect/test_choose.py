@@ -1,6 +1,7 @@
 """`choose`: its strings against runs as written; its report, and its command."""
 
 import json
+import re
 import sys
 import time
 
@@ -343,6 +344,7 @@ def test_before_the_first_compile_it_says_what_is_compiled(has_bar, rng, monkeyp
     if not has_bar:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(running, "_SHOWS_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     shown = []
 
     def loss_fn(w, x):
@@ -355,6 +357,32 @@ def test_before_the_first_compile_it_says_what_is_compiled(has_bar, rng, monkeyp
     assert shown[0].strip().startswith("compiling and running loss_fn in float32")
     rest = "".join([*shown[1:], capsys.readouterr().err])
     assert f"compiling {POLICY!r}, then sets of rules tried" in rest
+
+
+TOOLS = [jmpx.inspect.blame, choose, jmpx.inspect.first_nonfinite]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_report_that_takes_long_shows_a_bar_in_a_terminal_alone(
+    tool, is_terminal, rng, monkeypatch, capsys
+):
+    monkeypatch.setattr(running, "_SHOWS_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+
+    def loss_fn(w, x):
+        time.sleep(0.05)  # another thread writes it
+        return jnp.mean((x @ w) ** 2)
+
+    (batch,), options = drawn(rng)[:1], {"error": 0.5} if tool is choose else {}
+    if tool is jmpx.inspect.first_nonfinite:
+        tool(loss_fn)(*batch)
+    else:
+        tool(loss_fn, POLICY, **options)(batch)
+    lines = [line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if line.strip()]
+    assert any("loss_fn" in line for line in lines)
+    assert is_terminal or all(line.endswith(" ...") for line in lines), lines
+    assert is_terminal or len(set(lines)) == len(lines)
 
 
 # The command line

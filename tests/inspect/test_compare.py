@@ -3,6 +3,7 @@
 import functools
 import html
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -268,6 +269,22 @@ def test_it_is_printed_written_and_checked():
     assert page.count("<tr>") == len(report.rows) + len(report.unpaired) + 2
     assert html.escape(str(first.place)) in page
     assert report.check(at_most=0.5, kl=0.1) is report
+
+
+def test_equal_names_are_told_apart(rng):
+    def loss_fn(w, x):
+        with jax.named_scope("layer"):
+            h = jnp.tanh(x @ w)
+            g, f = jnp.sin(h @ w), jnp.cos(h[:2] @ w)
+        return jnp.mean(h * g) + jnp.mean(f) * 0.1
+
+    candidate = jmpx.apply_policy(loss_fn, "c=bf16")
+    text = str(jmpx.inspect.compare(loss_fn, candidate)(normal(rng, 4, 4), normal(rng, 3, 4)))
+    assert text.startswith("Comparison of loss_fn and loss_fn (the candidate): ")
+    line = loss_fn.__code__.co_firstlineno
+    names = re.findall(r"^layer.*?(?=  )", text, re.MULTILINE)
+    second = f"layer, line {line + 3}"
+    assert names == [f"layer, line {line + 2}", f"{second}, 12 numbers", f"{second}, 8 numbers"]
 
 
 def test_steps_have_a_backward_pass(rng):

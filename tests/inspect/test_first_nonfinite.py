@@ -114,6 +114,45 @@ def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backwa
     assert found.loss_scale is None and not found.given
 
 
+# Layers that overflow in float16, for x of at least 1/16 and for some of its numbers.
+OVERFLOWS = {
+    "a product": lambda x: x @ jnp.full((4, 4), 6e4) @ jnp.full((4, 4), 6e4),
+    "a cast": lambda x: (x.astype(F32) * 2e6).astype(F16),
+    "a loop": lambda x: jax.lax.scan(lambda c, _: (c * 60, c), x.astype(F16), None, 5)[1].sum(0),
+    "a while loop": lambda x: jax.lax.fori_loop(0, 5, lambda i, c: c * 60, x.astype(F16)),
+    "a call": lambda x: jax.jit(lambda x: jax.nn.silu(x * 6e4) * 6e4)(x.astype(F16)),
+    "a checkpoint": lambda x: jax.checkpoint(lambda x: jnp.exp(x + 9) * 6e4)(x.astype(F16)),
+    "a branch": lambda x: jax.lax.cond(x.sum() > 0, lambda x: x * 6e4 * 60, abs, x.astype(F16)),
+    "backward": lambda x: own(x.astype(F16)),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("by", ["operations", "arguments", "modules"])
+@pytest.mark.parametrize("scale", [None, 2.0**34])
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_what_the_first_operation_reads_is_finite(name, scale, by, rng):
+    """Of arrays of thousands of numbers, too: XLA's maxima on CPUs drop NaNs from 4,096 on."""
+
+    def layer(x):
+        y = OVERFLOWS[name](x)
+        y = y - y  # infinities become NaNs
+        return (y @ jnp.ones((4, 4), F16) @ jnp.ones((4, 4), F16)).astype(F32)
+
+    loss, (params, _) = planted("haiku", layer, None)
+    x = 1 + abs(normal(rng, 2048, 4)) ** rng.integers(1, 4)
+    params = jax.tree.map(lambda w: jnp.ones(w.shape, w.dtype), params)
+    policy = f"by={by},c=f16"
+    if scale is None:
+        found = find(jmpx.apply_policy(loss, policy), params, x)
+    else:
+        step = lambda params, scale, x: jmpx.grad(loss, scale, policy=policy)(params, x)  # noqa: E731
+        found = find(step, params, jmpx.DynamicLossScale(scale), x)
+    assert found.operation and not any(each.is_broken for each in found.operands)
+    assert any(each.is_broken for each in found.results)
+
+
 def test_the_trips_of_loops_are_told():
     found = find(in_a_scan, HALF, HALF)
     ((trip, place),) = found.trips
@@ -399,6 +438,16 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     assert np.frexp(working)[0] == 0.5  # to the last digit
     assert finite_at(working) and not finite_at(2 * working)
     assert look(step)(PARAMS, lower, X) is None
+
+
+@pytest.mark.parametrize("scales", [[2.0**18], [2.0**10, 2.0**18, 2.0**12]])
+def test_a_stack_of_scales_is_lowered_as_one_is(scales):
+    scales = jnp.array(scales)
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * len(scales)), tree)  # noqa: E731
+    stacked = jax.vmap(jmpx.DynamicLossScale)(scales), stack(X)
+    found = find(jax.vmap(step), stack(PARAMS), *stacked)
+    one = find(step, PARAMS, jmpx.DynamicLossScale(scales.max()), X)
+    assert (found.rule, found.cause, found.loss_scale) == (one.rule, one.cause, one.loss_scale)
 
 
 def test_a_large_scale_is_found_beside_a_model(rng):

@@ -61,6 +61,7 @@ class Blamed(NamedTuple):
     is_measured: bool  # by two runs: it alone rounds, it alone does not; else it is first order
     rule: str  # a rule that was checked to select it, and puts it into float32; empty without one
     edit: str = ""  # the line to write around `place`, so that the rule selects it
+    moves: float = 0.0  # the share of the FLOPs of 16-bit products that the rule puts into float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +167,13 @@ class Blame(Report):
     def _blocks(self) -> Iterator[str | Table]:
         over = "" if self.batches == 1 else f", over {self.batches} batches"
         yield f"Error of {self.title}: {error_text(self.error)}{over}"
-        cells = [["", "share", "error", "most of it", "line", "rule"]]
+        cells = [["", "share", "error", "most of it", "line", "moves", "rule"]]
         for row in self.rows:
             share = f"{100 * row.share:.0f} %" if row.share > 1 else share_text(row.share, 1)
             numbers = (share + "*" * row.is_measured, error_text(row.error))
-            cells.append([row.name, *numbers, row.operation, str(row.place or ""), row.rule])
-        yield Table(cells, (1, 2), _ROWS)
+            moves = share_text(row.moves, 1) if row.rule else ""
+            cells.append([row.name, *numbers, row.operation, str(row.place or ""), moves, row.rule])
+        yield Table(cells, (1, 2, 5), _ROWS)
         yield "\n".join(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -415,8 +417,9 @@ def _rows(
         is_of_products = graph.program.uses_autocast and products > sum(found.sites[sites]) / 2
         policy = "product=f32" if is_of_products else "full"
         rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
-        source = (worst.name, worst.place, sum(sizes[site] for site in sites))
-        rows.append(Blamed(name, share, part**0.5, *source, number in found.direct, rule, edit))
+        moves = _moves(graph, nodes, worst, rule, edit) if rule.endswith("full") else 0.0
+        source = (worst.name, worst.place, sum(sizes[i] for i in sites), number in found.direct)
+        rows.append(Blamed(name, share, part**0.5, *source, rule, edit, moves))
     return sorted(rows, key=lambda row: -row.share)
 
 
@@ -440,6 +443,14 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
         return "", ""
     name = name_of_line(place)
     return f"*/{name}: full", f'with jax.named_scope("{name}"):'
+
+
+def _moves(graph: Graph, nodes: Sequence[Node], worst: Node, text: str, edit: str) -> float:
+    """Returns the share of the FLOPs of products that a rule moves to float32."""
+    way = graph.program.uses_autocast or not graph.program.mapped_by
+    chosen = {s for s in {n.scope for n in nodes} if selects(parse_rule(text), s, way)}
+    is_moved = lambda n: n.place == worst.place if edit else n.scope in chosen  # noqa: E731
+    return sum(n.flops for n in filter(is_moved, nodes)) / (sum(n.flops for n in nodes) or 1)
 
 
 # --- Lines as scopes, for programs that have none: as if each line stood in a named scope ---

@@ -14,8 +14,16 @@ from jmpx._base.trees import PyTree
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite, Trip, numbers_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Flow, Search, is_inexact
 from jmpx._inspect.graph import Graph, Node, Value, before
-from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.running import is_low, is_narrow, run_widened, scale_text, widened, with_arrays
+from jmpx._inspect.programs import Program, name_of, traced_program
+from jmpx._inspect.running import (
+    is_low,
+    is_narrow,
+    progress,
+    run_widened,
+    scale_text,
+    widened,
+    with_arrays,
+)
 from jmpx._inspect.text import refuse_arguments
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.equations import place_of
@@ -73,7 +81,8 @@ def first_nonfinite(
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
-        return found_in(traced_program(fn, args, kwargs, purpose=RUN))
+        with progress(f"looking for the first infinity or NaN of {name_of(fn)}", None):
+            return found_in(traced_program(fn, args, kwargs, purpose=RUN))
 
     return run
 
@@ -225,7 +234,7 @@ _OR_SCALE = (
 class _Scale(NamedTuple):
     """The loss scale of a step."""
 
-    number: float
+    number: float  # the largest of a stack
     floor: float  # its minimum
     indices: tuple[int, ...]  # the inputs of the program that hold it
 
@@ -235,14 +244,14 @@ def _scale_of(program: Program) -> _Scale | None:
     is_scale = lambda leaf: isinstance(leaf, DynamicLossScale)  # noqa: E731
     call = program.call
     leaves = jax.tree.leaves((call.fn, call.args, call.kwargs), is_leaf=is_scale)
-    found = [leaf for leaf in leaves if is_scale(leaf) and np.ndim(leaf.loss_scale) == 0]
-    numbers = {float(scale.loss_scale) for scale in found}
+    found = [leaf for leaf in leaves if is_scale(leaf) and np.size(leaf.loss_scale)]
+    numbers = {float(np.max(scale.loss_scale)) for scale in found}
     named = [i for i, name in enumerate(program.names) if name.endswith(".loss_scale")]
-    arrays = program.arrays
-    indices = tuple(i for i in named if not np.ndim(arrays[i]) and float(arrays[i]) in numbers)
+    indices = tuple(i for i in named if float(np.max(program.arrays[i], initial=0)) in numbers)
     if len(numbers) != 1 or not indices:
         return None
-    return _Scale(numbers.pop(), max(scale.min_loss_scale for scale in found), indices)
+    floor = max(float(np.max(scale.min_loss_scale)) for scale in found)
+    return _Scale(numbers.pop(), floor, indices)
 
 
 class Replay:
@@ -256,7 +265,7 @@ class Replay:
         """Runs the program once, with this number as the loss scale if it has one."""
         arrays = list(self.program.arrays)
         for i in self.scale.indices if self.scale and number is not None else ():
-            arrays[i] = np.asarray(number, arrays[i].dtype)
+            arrays[i] = np.full(arrays[i].shape, number, arrays[i].dtype)
         return Flow(self.graph, self.search, arrays)
 
     def find(self) -> FirstNonfinite | None:

@@ -27,6 +27,7 @@ INF, NAN = 1, 2  # the worst number of an array; 0 if all are finite
 MADE, TURNED = 1, 2  # kinds of events: made of finite numbers; a NaN made of infinities
 _MANY = 64  # how many equations may wait to be noted
 _GIVEN = ("input", "const", "literal")  # kinds of values that no equation computes
+_INF_BITS, _MAGNITUDE_BITS = 0x7F800000, 0x7FFFFFFF  # of float32
 # The note of a site: the largest magnitude; in a loop, also the kind of its first event, and trips.
 _Note: TypeAlias = tuple[Array, ...]
 
@@ -54,6 +55,11 @@ def is_inexact(x: Array | Aval) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def _worst_of_bits(largest: Array) -> int:
+    """Returns `NAN`, `INF` or 0, given a result of `_magnitudes`."""
+    return NAN if largest > _INF_BITS else INF if largest == _INF_BITS else 0
+
+
 def worst_of(array: Array) -> int:
     """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
     if not is_inexact(array):
@@ -64,18 +70,23 @@ def worst_of(array: Array) -> int:
 
 def _worst_traced(magnitudes: Sequence[Array]) -> jax.Array:
     """Returns the worst of some numbers, as an int32 of shape ()."""
-    each = (jnp.int32(~jnp.isfinite(x)) + jnp.int32(jnp.isnan(x)) for x in magnitudes)
+    each = (jnp.int32(x >= _INF_BITS) + jnp.int32(x > _INF_BITS) for x in magnitudes)
     return functools.reduce(jax.lax.max, each, jnp.int32(0))
 
 
 def _magnitudes(x: Array) -> list[Array]:
-    """Returns the magnitudes of the numbers in an array in float32, finite ones of 64 bits as 0."""
+    """Returns the bits of the magnitudes in an array, as float32; finite ones of 64 bits are 0.
+
+    As int32 they are in the order of the magnitudes, and those of NaNs are the largest. XLA's
+    maxima of floats drop NaNs: of several thousand numbers on CPUs, and over devices.
+    """
     if not is_inexact(x):
         return []
     parts = (jax.lax.real(x), jax.lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
     if jnp.finfo(x.dtype).bits > 32:
         parts = [jnp.where(jnp.isfinite(part), 0, part) for part in parts]
-    return [jax.lax.abs(jax.lax.convert_element_type(part, jnp.float32)) for part in parts]
+    wide = (jax.lax.convert_element_type(part, jnp.float32) for part in parts)
+    return [jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE_BITS for x in wide]
 
 
 def _maxima(before: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -118,7 +129,7 @@ class Search:
         state: dict[SiteKey, _Level] = {(): _Level({})}
         for key, site in self.watched.items():
             event = (np.int32(0),) * (1 + len(site.loops) if site.loops else 0)
-            state.setdefault(_level_of(site), _Level({})).notes[key] = np.float32(0), *event
+            state.setdefault(_level_of(site), _Level({})).notes[key] = np.int32(0), *event
 
         def watch(state: dict[SiteKey, _Level], site: Site, *seen: Any) -> dict[SiteKey, _Level]:
             if site.key in self.watched:
@@ -138,11 +149,11 @@ class Search:
         worst, in_loops = {}, {}
         for (key, site), row in zip(self.watched.items(), rows, strict=True):
             largest, *event = row
-            worst[key] = worst_of(largest)
+            worst[key] = _worst_of_bits(largest)
             if any(event[:1]):
                 kind, *trips = map(int, event)
                 in_loops[key] = self.event(site, kind == MADE, trips)
-        ends = ([max(map(worst_of, x), default=0) for x in each] for each in (inputs, outputs))
+        ends = ([max(map(_worst_of_bits, x), default=0) for x in y] for y in (inputs, outputs))
         return Seen(worst, in_loops, *ends)
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -239,7 +250,7 @@ class _Level:
         for shape, group in groups.items():
             found, parts = zip(*group, strict=True)
             if shape:
-                zeros = (np.float32(0),) * len(parts)
+                zeros = (np.int32(0),) * len(parts)
                 parts = jax.lax.reduce(parts, zeros, _maxima, tuple(range(len(shape))))
             for largest, part in zip(found, parts, strict=True):
                 largest.append(part)
@@ -279,11 +290,7 @@ def _joined(state: dict[SiteKey, _Level], axes: tuple[str, ...]) -> dict[SiteKey
         for trip in event[1:]:
             is_first &= trip == jax.lax.pmin(jnp.where(is_first, trip, late), axes)
         firsts = (jnp.where(is_first, part, 0) for part in event)
-        # A maximum over devices may drop NaNs.
-        is_nan = jax.lax.pmax(jnp.int32(jnp.isnan(largest)), axes) > 0
-        numbers = jax.lax.pmax(jnp.where(jnp.isnan(largest), 0, largest), axes)
-        largest = jnp.where(is_nan, jnp.nan, numbers)
-        return (largest, *(jax.lax.pmax(part, axes) for part in firsts))
+        return tuple(jax.lax.pmax(part, axes) for part in (largest, *firsts))
 
     return {
         key: _Level({site: joined(*note) for site, note in level.noted().items()})
