@@ -127,8 +127,8 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
             of them. None is for leaves that each device has whole: they are only cast.
 
     Returns:
-        The same tree, whose leaves are as many times as long along `axis` as there are devices, and the
-        floating ones are in the compute dtype.
+        The same tree, whose leaves are as many times as long along `axis` as there are devices,
+        with the floating ones in the compute dtype.
 
     Raises:
         ValueError: if `axis_name` is not a mapped axis, `policy` has rules, `axis` is not a prefix

@@ -222,11 +222,11 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
         loss_scale: the loss scale of the next step; `jmpx.NoOpLossScale()` is the constant 1.
 
     Returns:
-        A dict of arrays of shape () with `"loss_scale"` in float32, `"total_skipped"`, the steps that
-        were skipped so far, and `"consecutive_skipped"`, those in a row up to this one, in int32;
-        without those that the arguments do not tell. Inside `jax.shard_map` and `jax.pmap` they are
-        the device's own. Of several states, or of a stack of them, they are the largest counts and
-        the smallest scale.
+        A dict of arrays of shape () with `"loss_scale"` in float32, `"total_skipped"`, the steps
+        that were skipped so far, and `"consecutive_skipped"`, those in a row up to this one, in
+        int32; without those that the arguments do not tell. Inside `jax.shard_map` and `jax.pmap`
+        they are the device's own. Of several states, or of a stack of them, they are the largest
+        counts and the smallest scale.
 
     Raises:
         TypeError: if the arguments are swapped or of other types, or there is neither a loss scale

@@ -204,6 +204,19 @@ def test_an_infinity_that_goes_nowhere_is_not_reported(loss):
     assert look(FINE[loss])(HALF, HALF) is None
 
 
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint])
+def test_a_mask_made_of_constants_is_not_the_cause_of_what_overflows(around):
+    def loss(w, x):
+        mask = jnp.log(jnp.tril(jax.lax.iota("float32", 4)[:, None] + jnp.ones((4, 4))))
+        scores = (1e3 * w) @ (1e3 * w).T  # <-
+        return total(jax.nn.softmax(scores + mask) @ x)
+
+    policy = jmpx.apply_policy(around(loss), "c=f16")
+    square = jnp.full((4, 4), 0.5) + jnp.eye(4)
+    found = jmpx.inspect.first_nonfinite(policy)(square, square)
+    assert (found.operation, found.rule) == ("dot_general", "op.dot_general: f32")
+
+
 def test_of_two_causes_the_first_is_told_whatever_jax_does_about_nans():
     def loss(w, x):
         second = lambda: jnp.log(w - w)  # noqa: E731

@@ -367,12 +367,20 @@ class Flow:
         broken = [value for value in given if self._worst(value) == NAN]
         if broken or not events:
             return next(iter(broken or given), None)
-        first = min(events, key=lambda event: event.order)
+        others = [event for event in events if not self._is_meant(event)]
+        first = min(others or events, key=lambda event: event.order)
         if first.is_made:
             return first
         operands = self.graph.by_key[first.site.key].operands
         overflowed = (v for v in self._reached(operands)[1] if not self._is_mask(v))
         return next(overflowed, first)
+
+    def _is_meant(self, event: Event) -> bool:
+        """Whether infinities are of constants alone, and no rounding's, as in a mask by log(0)."""
+        node = self.graph.by_key[event.site.key]
+        nodes = (node, *self.graph.back(node.operands, lambda node: node.operands))
+        given = (value.kind == "input" for each in nodes for value in each.operands)
+        return not any(value.is_low for value in node.results) and not any(given)
 
     def _reached(self, ends: Sequence[Value]) -> tuple[list[Event], list[Value]]:
         """Returns the events that lead to some values, and the arguments and constants that do."""
