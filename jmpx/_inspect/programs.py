@@ -65,6 +65,11 @@ class Program:
         """Whether `jmpx.autocast` took a policy map."""
         return "jmpx.autocast" in self.mapped_by
 
+    @property
+    def takes_scopes(self) -> bool:
+        """Whether rules select scopes, too; a function without a policy may cast by hand."""
+        return self.uses_autocast or not self.mapped_by
+
     def as_step(self) -> tuple[Callable[..., PyTree], tuple[jax.ShapeDtypeStruct, ...]]:
         """Returns the program as a function of its inputs, and their shapes."""
         step = lambda *arrays: core.evaluate(self.jaxpr, arrays)  # noqa: E731

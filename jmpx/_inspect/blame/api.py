@@ -417,6 +417,8 @@ def _rows(
         is_of_products = graph.program.uses_autocast and products > sum(found.sites[sites]) / 2
         policy = "product=f32" if is_of_products else "full"
         rule, edit = _mending(graph, worst, by, policy) if share else ("", "")
+        if edit and number in found.direct:  # its worst line is known to first order alone
+            rule, edit = "", ""
         moves = _moves(graph, nodes, worst, rule, edit) if rule.endswith("full") else 0.0
         source = (worst.name, worst.place, sum(sizes[i] for i in sites), number in found.direct)
         rows.append(Blamed(name, share, part**0.5, *source, rule, edit, moves))
@@ -428,8 +430,7 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
 
     The rule is for the innermost scope or module, except for one that holds the whole model.
     """
-    # A function that took no policy may be one that casts by hand.
-    by_operations = graph.program.uses_autocast or not graph.program.mapped_by
+    by_operations = graph.program.takes_scopes
     path, module, names, _ = where(node.scope)
     # Of a scope in a module, Equinox's has no path: its name selects it, in each module.
     paths = [path, f"*/{names}"] if module and names and by != "modules" else []
@@ -447,8 +448,8 @@ def _mending(graph: Graph, node: Node, by: str | None, policy: str) -> tuple[str
 
 def _moves(graph: Graph, nodes: Sequence[Node], worst: Node, text: str, edit: str) -> float:
     """Returns the share of the FLOPs of products that a rule moves to float32."""
-    way = graph.program.uses_autocast or not graph.program.mapped_by
-    chosen = {s for s in {n.scope for n in nodes} if selects(parse_rule(text), s, way)}
+    rule, scopes = parse_rule(text), {node.scope for node in nodes}
+    chosen = {scope for scope in scopes if selects(rule, scope, graph.program.takes_scopes)}
     is_moved = lambda n: n.place == worst.place if edit else n.scope in chosen  # noqa: E731
     return sum(n.flops for n in filter(is_moved, nodes)) / (sum(n.flops for n in nodes) or 1)
 
@@ -478,7 +479,6 @@ class Lines:
     def __init__(self, func: Callable[..., PyTree]) -> None:
         functools.update_wrapper(self, func)
         self.func, self.places = func, dict[str, Place]()
-        self.calling = set[tuple[str, int]]()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the function."""

@@ -113,8 +113,8 @@ class Cause(NamedTuple):
 
 
 _ANYWHERE = (
-    ": the rule is for jmpx.autocast, and for all such operations; to select this one, name its "
-    "line by jax.named_scope"
+    ": by operations, the rule is for all such operations; to select this one, name its line by "
+    "jax.named_scope"
 )
 _UNCAST = "keep it in float32, or write jnp.finfo(x.dtype).min if it is a mask"
 _GUARD = (
