@@ -133,7 +133,7 @@ def costs(found: list[Record]) -> str:
 def short(found: list[Record]) -> str:
     """Returns memory against time of the bfloat16 steps that are written out, for visitors."""
     groups = grouped(found, KEY)
-    header = [f"{name}, {number}" for name in SHOWN for number in ("MiB", "peak", "time")]
+    header = [text for name in SHOWN for text in (f"{name}, MiB", "peak", "time")]
     rows = []
     for way in VISITED:
         row = [NAMES[way]]
@@ -176,7 +176,8 @@ def eight_bits(found: list[Record]) -> str:
             of = eight - blocks, blocks, sum(line["products"].values()) - eight, kernels
             peak = f"{line['peak_mib']:,.0f}", f"{line['peak_mib'] / base['peak_mib']:.3f}"
             counts = (*map(str, (*of, kernels - base["kernels"])), *peak)
-            rows.append((f"{group[0]}, {MODELS[str(group[1])]}", EIGHT_NAMES[way], *counts))
+            model = MODELS[str(group[1])].partition(" of ")[0]
+            rows.append((f"{group[0]}, {model}", EIGHT_NAMES[way], *counts))
     return table(("GPU compiler, 4 layers", "the step", *COUNTS), rows)
 
 

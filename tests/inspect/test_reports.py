@@ -28,7 +28,7 @@ def nonfinite(w, x):
 REPORTS = {
     "Audit": (lambda: inspect.audit(jmpx.apply_policy(loss_fn, "c=bf16"))(X, X), "loss_fn"),
     "Blame": (lambda: inspect.blame(loss_fn, "c=bf16")(*BATCHES), "under c=bf16"),
-    "Choice": (lambda: inspect.choose(loss_fn, error=0.5)(*BATCHES), "saved for the backward pass"),
+    "Choice": (lambda: inspect.choose(loss_fn, error=0.5)(*BATCHES), "saved"),
     "Compiled": (lambda: inspect.compiled(jax.jit(loss_fn).lower(X, X)), "1 product"),
     "Comparison": (lambda: inspect.compare(loss_fn, loss_fn)(X, X), "loss_fn and loss_fn"),
     "FirstNonfinite": (lambda: inspect.first_nonfinite(nonfinite)(X, X), "log makes an infinity"),

@@ -136,7 +136,7 @@ class Choice(Report):
 
     @property
     def _what(self) -> str:
-        return f"peak on {self.chip}" if self.chip else "saved for the backward pass"
+        return f"peak on {self.chip}" if self.chip else "saved"
 
     def _blocks(self) -> Iterator[str | Table]:
         yield f"Error of {self.title}, over {self.batches} batches, at most {self.bound:g}"
