@@ -396,6 +396,7 @@ MODELS = {
 }
 CHIPS = "v5e", "h100"
 BATCHES = 4
+ARROW = "\N{NO-BREAK SPACE}→\N{NO-BREAK SPACE}"
 LARGER = 16  # how many times the batch is larger where the peak is measured
 POINTS = [
     {"model": name, "policy": policy}
@@ -469,11 +470,11 @@ def table(found: list[Record]) -> str:
     rows = []
     for name, (_, policy) in MODELS.items():
         exact, base, line = (of[name, each] for each in (FLOAT32, BASE, policy))
-        error = f"{base['error']:.2g} → {line['error']:.2g}"
-        peaks = (f"{exact[chip]:,.0f} → {line[chip]:,.0f}" for chip in CHIPS)
-        rows.append((name, f"`{policy}`", error, f"{100 * line['low']:.1f} %", *peaks))
+        error = f"{base['error']:.2g}{ARROW}{line['error']:.2g}"
+        peaks = (f"{exact[chip]:,.0f}{ARROW}{line[chip]:,.0f}" for chip in CHIPS)
+        rows.append((name, f"`{policy}`", error, f"{100 * line['low']:.1f}", *peaks))
     peaks = (f"peak on {chip}, MiB" for chip in ("a v5e", "an H100"))
-    return records.table(("model", "policy", "error", "in 16 bits", *peaks), rows)
+    return records.table(("model", "policy", "error", "in 16 bits, %", *peaks), rows)
 
 
 BENCHMARKS: records.Benchmarks = {"known_models": (POINTS, measure)}
