@@ -214,6 +214,7 @@ def test_a_mask_made_of_constants_is_not_the_cause_of_what_overflows(around):
     policy = jmpx.apply_policy(around(loss), "c=f16")
     square = jnp.full((4, 4), 0.5) + jnp.eye(4)
     found = jmpx.inspect.first_nonfinite(policy)(square, square)
+    assert found is not None
     assert (found.operation, found.rule) == ("dot_general", "op.dot_general: f32")
 
 
