@@ -9,6 +9,7 @@ import fsdp
 import gpu_clock
 import jax
 import jax.numpy as jnp
+import known_models
 import numpy as np
 import pytest
 import records
@@ -191,6 +192,21 @@ def test_points_are_measured_once_and_printed(tmp_path, capsys):
     main("--small")
     assert all(small for *_, small in calls) and len(calls) == 4
     assert len(records.read(tmp_path / "lines.jsonl")) == 8  # these are kept nowhere
+
+
+# The strings for known models.
+
+
+@pytest.mark.thorough
+def test_a_string_is_measured_against_float32_with_and_without_compilers():
+    lines = [
+        known_models.measure("Gaussian process", policy, small=True)
+        for policy in ("f32", "c=bf16", known_models.MODELS["Gaussian process"].policy)
+    ]
+    exact, base, better = (line["error"] for line in lines)
+    assert 0 == exact < better < base / 4
+    assert [line["low"] > 0 for line in lines] == [False, True, True]
+    assert {*known_models.CHIPS} < lines[0].keys()
 
 
 # The pages.
