@@ -456,12 +456,10 @@ def planned(loss: Loss, model: PyTree, batch: tuple[jax.Array, ...], policy: str
 def measure(model: str, policy: str, small: bool = False) -> Record:
     """Returns the figures of a model under a policy."""
     loss, params, batch = MODELS[model].make()
-    batches = [(params, *batch(jax.random.key(i))) for i in range(1 if small else BATCHES)]
+    keys = map(jax.random.key, range(1 if small else BATCHES))
+    batches = [(params, *batch(key)) for key in keys]
     found = 0.0 if policy == FLOAT32 else error(loss, policy, batches)
-    return {
-        "error": float(f"{found:.3g}"),
-        **planned(loss, *batches[0][:1], batches[0][1:], policy),
-    }
+    return {"error": float(f"{found:.3g}"), **planned(loss, params, batches[0][1:], policy)}
 
 
 def table(found: list[Record]) -> str:

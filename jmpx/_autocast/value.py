@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -323,8 +324,7 @@ class Regions:
         self, policy_map: PolicyMap, surrounding: str | None = None, by_class: bool = True
     ) -> None:
         self.policy_map = policy_map
-        # Those of the policy map alone, which tell where a class policy contradicts it.
-        self._without_classes = Regions(policy_map, surrounding, False) if by_class else None
+        self._by_class = by_class
         # The algorithm that jmpx has set around the call; the map's default takes precedence.
         self.surrounding = surrounding
         self.used = Used()
@@ -360,13 +360,13 @@ class Regions:
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
         around, dtypes = region, (region.dtype, self.policy_map.default.compute_dtype)
-        alone = self._without_classes
-        for each in level:
+        for each in level if self._by_class else ():
             policy: PyTree = class_policy_of(each)
-            if alone is not None and policy is not None:
+            if policy is not None:
                 region = region.changed(self._rule_of_class(policy), -1, around)
                 with contextlib.suppress(ValueError):  # of a rule that needs the class policy
-                    self._note_class(each, np.dtype(policy.compute_dtype), alone.region(scope))
+                    alone = self._without_classes.region(scope)
+                    self._note_class(each, np.dtype(policy.compute_dtype), alone)
         for rank, rule in enumerate(self.policy_map.rules):
             if region.is_fixed and not self.give_algorithms:
                 break  # no rule can change it
@@ -376,6 +376,11 @@ class Regions:
                 if not region.is_fixed or spelled_out.matmul is not None:
                     self.used.rules.add(rule)
         return region
+
+    @functools.cached_property
+    def _without_classes(self) -> "Regions":
+        """Those of the policy map alone, which tell where a class policy contradicts it."""
+        return Regions(self.policy_map, self.surrounding, by_class=False)
 
     def _note_class(self, mark: str, dtype: np.dtype, alone: "Region") -> None:
         """Notes a module that its framework casts to 16 bits, where the policy map says another."""

@@ -74,7 +74,7 @@ def words_any():
 MEASURES = [
     (lengths_of_files, 500),
     (lengths_of_functions, 60),
-    (all_lines, 31321),
+    (all_lines, 31326),
     (words_any, 300),
 ]
 
